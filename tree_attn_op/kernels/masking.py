@@ -11,23 +11,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_attn_op.predicate import Kind, Op
-
-_AND = tl.constexpr(int(Op.AND))
-_OR = tl.constexpr(int(Op.OR))
-_FALSE = tl.constexpr(int(Op.FALSE))
-_TRUE = tl.constexpr(int(Op.TRUE))
-_EQ = tl.constexpr(int(Op.EQ))
-_NE = tl.constexpr(int(Op.NE))
-_LT = tl.constexpr(int(Op.LT))
-_LE = tl.constexpr(int(Op.LE))
-_GT = tl.constexpr(int(Op.GT))
-_GE = tl.constexpr(int(Op.GE))
-_NONE = tl.constexpr(int(Kind.NONE))
-_Q_INDEX = tl.constexpr(int(Kind.Q_INDEX))
-_K_INDEX = tl.constexpr(int(Kind.K_INDEX))
-_Q_ROW = tl.constexpr(int(Kind.Q_ROW))
-_K_ROW = tl.constexpr(int(Kind.K_ROW))
+from tree_attn_op.kernels.opcodes import (
+    AND,
+    EQ,
+    FALSE,
+    GT,
+    K_INDEX,
+    K_ROW,
+    LE,
+    LT,
+    NE,
+    NONE,
+    OR,
+    Q_INDEX,
+    Q_ROW,
+    TRUE,
+)
 
 
 @triton.jit
@@ -36,13 +35,13 @@ def _term(
 ):
     """One operand in the dtype of the values: an index, a row's value or a literal."""
     dtype: tl.constexpr = q_vals.dtype.element_ty
-    if KIND == _Q_INDEX:
+    if KIND == Q_INDEX:
         return q.to(dtype)
-    elif KIND == _K_INDEX:
+    elif KIND == K_INDEX:
         return k.to(dtype)
-    elif KIND == _Q_ROW:
+    elif KIND == Q_ROW:
         return tl.load(q_vals + NUMBER * q_row_stride + q)
-    elif KIND == _K_ROW:
+    elif KIND == K_ROW:
         return tl.load(k_vals + NUMBER * k_row_stride + k)
     else:
         return tl.full([1, 1], NUMBER, dtype)
@@ -55,7 +54,7 @@ def _side(
     """A term, or the difference of two, wrapping in the dtype of the values."""
     MINUS: tl.constexpr = PROGRAM[AT + 2]
     plus = _term(PROGRAM[AT], PROGRAM[AT + 1], q, k, q_vals, k_vals, q_row_stride, k_row_stride)
-    if MINUS == _NONE:
+    if MINUS == NONE:
         return plus
     else:
         minus = _term(MINUS, PROGRAM[AT + 3], q, k, q_vals, k_vals, q_row_stride, k_row_stride)
@@ -78,11 +77,11 @@ def evaluate(
         Boolean tensor that broadcasts to the tile.
     """
     OP: tl.constexpr = PROGRAM[AT]
-    if OP == _TRUE:
+    if OP == TRUE:
         return tl.full([1, 1], True, tl.int1)
-    elif OP == _FALSE:
+    elif OP == FALSE:
         return tl.full([1, 1], False, tl.int1)
-    elif OP == _AND or OP == _OR:  # noqa: SIM109 - Triton has no `in`
+    elif OP == AND or OP == OR:  # noqa: SIM109 - Triton has no `in`
         COUNT: tl.constexpr = PROGRAM[AT + 1]
         result = evaluate(
             PROGRAM, PROGRAM[AT + 2], q, k, q_vals, k_vals, q_row_stride, k_row_stride
@@ -91,20 +90,20 @@ def evaluate(
             part = evaluate(
                 PROGRAM, PROGRAM[AT + 2 + i], q, k, q_vals, k_vals, q_row_stride, k_row_stride
             )
-            result = (result & part) if OP == _AND else (result | part)
+            result = (result & part) if OP == AND else (result | part)
         return result
     else:
         lhs = _side(PROGRAM, AT + 1, q, k, q_vals, k_vals, q_row_stride, k_row_stride)
         rhs = _side(PROGRAM, AT + 5, q, k, q_vals, k_vals, q_row_stride, k_row_stride)
-        if OP == _EQ:
+        if OP == EQ:
             return lhs == rhs
-        elif OP == _NE:
+        elif OP == NE:
             return lhs != rhs
-        elif OP == _LT:
+        elif OP == LT:
             return lhs < rhs
-        elif OP == _LE:
+        elif OP == LE:
             return lhs <= rhs
-        elif OP == _GT:
+        elif OP == GT:
             return lhs > rhs
         else:
             return lhs >= rhs

@@ -8,22 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_attn_op.predicate import Kind, Op
-
-_AND = tl.constexpr(int(Op.AND))
-_OR = tl.constexpr(int(Op.OR))
-_FALSE = tl.constexpr(int(Op.FALSE))
-_TRUE = tl.constexpr(int(Op.TRUE))
-_EQ = tl.constexpr(int(Op.EQ))
-_NE = tl.constexpr(int(Op.NE))
-_LT = tl.constexpr(int(Op.LT))
-_LE = tl.constexpr(int(Op.LE))
-_GT = tl.constexpr(int(Op.GT))
-_NONE = tl.constexpr(int(Kind.NONE))
-_Q_INDEX = tl.constexpr(int(Kind.Q_INDEX))
-_K_INDEX = tl.constexpr(int(Kind.K_INDEX))
-_Q_ROW = tl.constexpr(int(Kind.Q_ROW))
-_K_ROW = tl.constexpr(int(Kind.K_ROW))
+from tree_attn_op.kernels.opcodes import (
+    AND,
+    EQ,
+    FALSE,
+    GT,
+    K_INDEX,
+    K_ROW,
+    LE,
+    LT,
+    NE,
+    NONE,
+    OR,
+    Q_INDEX,
+    Q_ROW,
+    TRUE,
+)
 
 _INT32_MIN = tl.constexpr(-(2**31))
 _INT32_MAX = tl.constexpr(2**31 - 1)
@@ -46,14 +46,14 @@ def _term_bounds(
     num_q,
     num_k,
 ):
-    if KIND == _Q_INDEX:
+    if KIND == Q_INDEX:
         return q_low, q_high
-    elif KIND == _K_INDEX:
+    elif KIND == K_INDEX:
         return k_low, k_high
-    elif KIND == _Q_ROW:
+    elif KIND == Q_ROW:
         base = q_bounds + 2 * NUMBER * num_q + q_tile
         return tl.load(base, q_inside, other=0), tl.load(base + num_q, q_inside, other=0)
-    elif KIND == _K_ROW:
+    elif KIND == K_ROW:
         base = k_bounds + 2 * NUMBER * num_k + k_tile
         return tl.load(base, k_inside, other=0), tl.load(base + num_k, k_inside, other=0)
     else:
@@ -85,7 +85,7 @@ def _side_bounds(
         P[AT], P[AT + 1], q_low, q_high, k_low, k_high,
         q_bounds, k_bounds, q_tile, k_tile, q_inside, k_inside, num_q, num_k,
     )
-    if P[AT + 2] == _NONE:
+    if P[AT + 2] == NONE:
         return low, high, low == low
     else:
         minus_low, minus_high = _term_bounds(
@@ -127,7 +127,7 @@ def _classify(
     """(some pair of the tile may satisfy the node at AT, every pair must)."""
     # fmt: off
     N: tl.constexpr = P[AT + 1]
-    if P[AT] == _AND or P[AT] == _OR:
+    if P[AT] == AND or P[AT] == OR:
         may, must = _classify(
             P, P[AT + 2], WRAPS_AT_32, q_low, q_high, k_low, k_high,
             q_bounds, k_bounds, q_tile, k_tile, q_inside, k_inside, num_q, num_k,
@@ -137,16 +137,16 @@ def _classify(
                 P, P[AT + 2 + i], WRAPS_AT_32, q_low, q_high, k_low, k_high,
                 q_bounds, k_bounds, q_tile, k_tile, q_inside, k_inside, num_q, num_k,
             )
-            if P[AT] == _AND:
+            if P[AT] == AND:
                 may = may & part_may
                 must = must & part_must
             else:
                 may = may | part_may
                 must = must | part_must
         return may, must
-    elif P[AT] == _TRUE:
+    elif P[AT] == TRUE:
         return q_low + k_low == q_low + k_low, q_low + k_low == q_low + k_low
-    elif P[AT] == _FALSE:
+    elif P[AT] == FALSE:
         return q_low + k_low != q_low + k_low, q_low + k_low != q_low + k_low
     else:
         a, b, left_holds = _side_bounds(
@@ -159,19 +159,19 @@ def _classify(
         )
         # fmt: on
         holds = left_holds & right_holds
-        if P[AT] == _LT:
+        if P[AT] == LT:
             may = a < d
             must = b < c
-        elif P[AT] == _LE:
+        elif P[AT] == LE:
             may = a <= d
             must = b <= c
-        elif P[AT] == _GT:
+        elif P[AT] == GT:
             may = b > c
             must = a > d
-        elif P[AT] == _EQ:
+        elif P[AT] == EQ:
             may = (a <= d) & (c <= b)
             must = (a == b) & (c == d) & (a == c)
-        elif P[AT] == _NE:
+        elif P[AT] == NE:
             may = ~((a == b) & (c == d) & (a == c))
             must = ~((a <= d) & (c <= b))
         else:
