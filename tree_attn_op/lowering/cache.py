@@ -1,0 +1,179 @@
+"""Lowering a mask_mod once for all calls that look alike.
+
+A training step that builds its mask anew calls with the same function over other tensors. Tracing
+it costs milliseconds, more than the rest of building a mask, so what was proven is kept under a
+fingerprint of everything that tracing can see: code, captured numbers and functions, and of each
+captured tensor all but its contents, which tracing never reads. A mask_mod that can see anything
+else has no fingerprint and is lowered with every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._compile import _disable_dynamo
+
+from ..predicate import Predicate
+from . import lower_mask_mod
+from .emission import evaluator
+
+_MAX_ENTRIES = 64
+_MAX_DEPTH = 32
+
+# Looked up by attribute in masks; what they hold does not change.
+_CONSTANT_MODULES = (torch, math, operator, functools)
+_PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class _Opaque(Exception):
+    """The mask can see something whose state is not known."""
+
+
+class _Reader:
+    """Collects the fingerprint of a callable, and the tensors that it captures, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.depth = 0
+
+    def read(self, value: Any) -> Any:
+        if type(value) in _PLAIN:
+            return type(value), value
+        if type(value) is float:
+            return float, value.hex()  # 0.0 equals -0.0, and NaN not even itself
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise _Opaque
+        try:
+            return self.read_composite(value)
+        finally:
+            self.depth -= 1
+
+    def read_composite(self, value: Any) -> Any:
+        if type(value) in (Tensor, torch.nn.Parameter):
+            return self.read_tensor(value)
+        if type(value) in (tuple, list):
+            return type(value), tuple(self.read(item) for item in value)
+        if isinstance(value, types.FunctionType):
+            return self.read_function(value)
+        if type(value) is functools.partial:
+            keywords = tuple((name, self.read(item)) for name, item in value.keywords.items())
+            return "partial", self.read(value.func), self.read(value.args), keywords
+        if any(value is module for module in _CONSTANT_MODULES) or _is_unbound(value):
+            return "constant", value
+        raise _Opaque
+
+    def read_tensor(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            raise _Opaque
+        # Two names of one tensor are one operand, so which are the same is part of the key.
+        same = next((i for i, other in enumerate(self.tensors) if other is tensor), None)
+        self.tensors.append(tensor)
+        shape = tuple(tensor.shape)
+        return "tensor", same, tensor.dtype, tensor.device, shape, tensor.stride(), type(tensor)
+
+    def read_function(self, function: types.FunctionType) -> Any:
+        if getattr(function, "__module__", "").split(".")[0] == "torch":
+            # torch's own (and_masks, or_masks, ...): only what they close over can differ.
+            names: tuple[str, ...] = ()
+        else:
+            names = tuple(sorted(_names(function.__code__)))
+        seen = function.__globals__
+        return (
+            function.__code__,
+            tuple(self.read(cell.cell_contents) for cell in function.__closure__ or ()),
+            self.read(function.__defaults__ or ()),
+            tuple((k, self.read(v)) for k, v in (function.__kwdefaults__ or {}).items()),
+            tuple((name, self.read(seen[name])) for name in names if name in seen),
+        )
+
+
+def _is_unbound(value: Any) -> bool:
+    """Whether ``value`` is a builtin function that is bound to no object with a state."""
+    if not isinstance(value, types.BuiltinFunctionType):
+        return False
+    owner = value.__self__
+    return owner is None or isinstance(owner, types.ModuleType)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that the code, or code nested in it, may look up outside of itself."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+class _Entry(NamedTuple):
+    predicate: Predicate
+    evaluate: fx.GraphModule
+    order: tuple[int, ...]
+
+
+_entries: OrderedDict[Any, _Entry] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _fingerprint(mask_mod: Any) -> tuple[Any, list[Tensor]] | None:
+    reader = _Reader()
+    try:
+        key = reader.read(mask_mod)
+        hash(key)
+    except (_Opaque, TypeError, ValueError):  # unhashable, or a cell that is still empty
+        return None
+    return key, reader.tensors
+
+
+@_disable_dynamo  # as torch.compiler.disable, but Dynamo is imported with the first call only
+def values_of_mask_mod(
+    mask_mod: Callable[..., Tensor],
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str,
+) -> tuple[Predicate, Tensor, Tensor]:
+    """What a mask_mod means: its predicate and the values ``(predicate, q_vals, k_vals)``.
+
+    The same as ``lower_mask_mod`` and ``evaluate``, without repeating a proof that was made for
+    a mask_mod of the same code over tensors of the same dtypes and shapes. Under torch.compile
+    this is a graph break: Dynamo can't trace the tracing of a mask.
+
+    Raises:
+        UnsupportedMask: the mask is no separable predicate; ``.reason`` says why.
+    """
+    device = torch.device(device)
+    found = _fingerprint(mask_mod)
+    key = None
+    if found is not None:
+        key = (found[0], batch, q_len, kv_len, device, torch.get_default_dtype())
+        with _lock:
+            entry = _entries.get(key)
+            if entry is not None:
+                _entries.move_to_end(key)
+        if entry is not None:
+            with torch.no_grad():
+                values = entry.evaluate(*(found[1][i] for i in entry.order))
+            return entry.predicate, *values
+    lowered, captured = lower_mask_mod(mask_mod, device)
+    module = evaluator(lowered, captured, batch, q_len, kv_len, device)
+    if found is not None:
+        at = {id(tensor): i for i, tensor in reversed(list(enumerate(found[1])))}
+        if all(id(tensor) in at for tensor in captured):
+            order = tuple(at[id(tensor)] for tensor in captured)
+            with _lock:
+                _entries[key] = _Entry(lowered.predicate, module, order)
+                while len(_entries) > _MAX_ENTRIES:
+                    _entries.popitem(last=False)
+    with torch.no_grad():
+        q_vals, k_vals = module(*captured)
+    return lowered.predicate, q_vals, k_vals
