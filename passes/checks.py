@@ -1,0 +1,156 @@
+"""What the tree attention op can serve: each check raises ``KeepFlex`` with the user's reason."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from tree_attn_op.validation import BLOCK_MULTIPLE, MAX_HEAD_DIM
+
+from .flex_call import (
+    FlexCall,
+    KeepFlex,
+    check_kernel_options,
+    example_value,
+    is_identity,
+    static_int,
+    uses_decoding_kernel,
+)
+
+_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {"cpu": (*_HALF_AND_SINGLE, torch.float64), "cuda": _HALF_AND_SINGLE}
+
+
+def check_call(call: FlexCall) -> None:
+    """Raise :class:`KeepFlex` unless the op computes what this call does, whatever its mask."""
+    check_kernel_options(call)
+    if not math.isfinite(call.scale):
+        raise KeepFlex(f"its scale is {call.scale}")
+    if not is_identity(call.score_mod):
+        raise KeepFlex(
+            "its score_mod changes the scores",
+            hint="a mask belongs in the block_mask's mask_mod, not in score_mod",
+        )
+    _check_tensors(call)
+    _check_lengths(call)
+    if uses_decoding_kernel(call):
+        raise KeepFlex("flex serves a short query against a long cache with its decoding kernel")
+
+
+def check_capture(capture: Any, call: FlexCall) -> None:
+    """Raise :class:`KeepFlex` for a captured tensor on another device than the query's."""
+    value, query = example_value(capture), example_value(call.query)
+    if isinstance(value, torch.Tensor) and value.device != query.device and value.dim() > 0:
+        name = capture.name if isinstance(capture, fx.Node) else "a tensor"
+        raise KeepFlex(
+            f"its mask reads {name} on {value.device}, the query is on {query.device}",
+            hint=f"move {name} to {query.device}",
+        )
+
+
+def operand_dtype(call: FlexCall) -> torch.dtype:
+    """The dtype that query, key and value are computed in.
+
+    Under autocast the higher-order op casts its inputs, and the traced dtype of its output tells
+    to what; that is the one sign of autocast that a graph carries.
+    """
+    dtypes = {example_value(node).dtype for node in (call.query, call.key, call.value)}
+    query: torch.dtype = example_value(call.query).dtype
+    computed: torch.dtype = example_value(call.node)[0].dtype
+    if len(dtypes) > 1 and computed == query:
+        key, value = example_value(call.key).dtype, example_value(call.value).dtype
+        raise KeepFlex(f"query is {query}, key {key} and value {value}; the op takes one dtype")
+    return computed
+
+
+def _check_tensors(call: FlexCall) -> None:
+    tensors = {
+        "query": example_value(call.query),
+        "key": example_value(call.key),
+        "value": example_value(call.value),
+        "kv_num_blocks": example_value(call.kv_num_blocks),
+        "kv_indices": example_value(call.kv_indices),
+    }
+    query, key, value = tensors["query"], tensors["key"], tensors["value"]
+    for name, tensor in tensors.items():
+        if type(tensor) is not FakeTensor:
+            raise KeepFlex(f"{name} is a {type(tensor).__name__}, not a plain tensor")
+        if tensor.device != query.device:
+            raise KeepFlex(f"{name} is on {tensor.device}, the query is on {query.device}")
+    if query.device.type not in _DTYPES:
+        raise KeepFlex(f"no implementation for device type {query.device.type}")
+    dtype = operand_dtype(call)
+    if dtype not in _DTYPES[query.device.type]:
+        raise KeepFlex(f"no implementation for {dtype} on {query.device.type}")
+
+    if not guard_or_false(query.shape[0] == key.shape[0]) or not guard_or_false(
+        key.shape[0] == value.shape[0]
+    ):
+        raise KeepFlex("query, key and value differ in batch size")
+    heads, kv_heads = static_int(query.shape[1]), static_int(key.shape[1])
+    if heads is None or kv_heads is None or static_int(value.shape[1]) != kv_heads:
+        raise KeepFlex("the head counts are not constants, or differ between key and value")
+    if not kv_heads or heads % kv_heads:
+        raise KeepFlex(f"{heads} query heads are no multiple of {kv_heads} key heads")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        head_dim = static_int(tensor.shape[3])
+        if head_dim is None or not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise KeepFlex(
+                f"head dimension {tensor.shape[3]} of {name} is not in 1 to {MAX_HEAD_DIM}"
+            )
+    if static_int(query.shape[3]) != static_int(key.shape[3]):
+        raise KeepFlex("query and key differ in head dimension")
+
+
+def _check_lengths(call: FlexCall) -> None:
+    q_len, kv_len = example_value(call.query).shape[2], example_value(call.key).shape[2]
+    if not guard_or_false(example_value(call.value).shape[2] == kv_len):
+        raise KeepFlex("key and value differ in length")
+    if not guard_or_false(q_len > 0) or not guard_or_false(kv_len > 0):
+        raise KeepFlex("the query or the key is empty")
+    made_for = example_value(call.q_len), example_value(call.kv_len)
+    if not guard_or_false(made_for[0] == q_len) or not guard_or_false(made_for[1] == kv_len):
+        raise KeepFlex(
+            f"the block mask was made for Q_LEN {made_for[0]} and KV_LEN {made_for[1]}, "
+            f"the call has {q_len} and {kv_len}"
+        )
+
+
+def check_lists(call: FlexCall) -> None:
+    """Raise :class:`KeepFlex` for block lists or block sizes that the op doesn't take."""
+    query = example_value(call.query)
+    for name, size in (("query", call.q_block_size), ("key", call.kv_block_size)):
+        if size <= 0 or size % BLOCK_MULTIPLE:
+            raise KeepFlex(
+                f"block size {size} on the {name} side is no multiple of {BLOCK_MULTIPLE}",
+                hint="make the block mask with BLOCK_SIZE=128",
+            )
+    batch, heads, q_len = query.shape[:3]
+    rows = (q_len + call.q_block_size - 1) // call.q_block_size
+    columns = (example_value(call.key).shape[2] + call.kv_block_size - 1) // call.kv_block_size
+    leading = example_value(call.kv_num_blocks).shape[:2]
+    for node, rank in zip(call.lists, (3, 4, 3, 4), strict=True):
+        if node is None:
+            continue
+        value = example_value(node)
+        if type(value) is not FakeTensor or value.dtype != torch.int32 or value.dim() != rank:
+            raise KeepFlex(f"block list {node.name} is no int32 tensor of {rank} dimensions")
+        for name, given, whole, common in zip(
+            ("batch", "head"), value.shape, (batch, heads), leading, strict=False
+        ):
+            if not guard_or_false(given == 1) and not guard_or_false(given == whole):
+                raise KeepFlex(f"block list {node.name} has {name} size {given}, not 1 or {whole}")
+            if not guard_or_false(given == common):
+                raise KeepFlex(f"the block lists differ in {name} size: {given} and {common}")
+        if not guard_or_false(value.shape[2] == rows):
+            raise KeepFlex(
+                f"block list {node.name} has {value.shape[2]} rows of blocks, not {rows}"
+            )
+        width = value.shape[3] if rank == 4 else columns
+        if not guard_or_false(width == columns) and not guard_or_false(width < columns):
+            raise KeepFlex(f"block list {node.name} has {width} columns of blocks, over {columns}")
