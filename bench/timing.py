@@ -16,7 +16,7 @@ from .implementations import Implementation
 _FLUSH_BYTES = 256 * 2**20
 # About a millisecond in which the CPU queues the call's launches, so that its own work is no part
 # of the GPU's time: what is compared here are kernels, in a model that keeps the GPU busy.
-_HEAD_START_CYCLES = 2_000_000
+HEAD_START_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _cuda_round(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     events = {}
     for name, call in calls.items():
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(HEAD_START_CYCLES)
         flush.zero_()
         start.record()
         call()

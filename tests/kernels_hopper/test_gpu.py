@@ -1,0 +1,41 @@
+"""The Hopper kernels against the definition in float64, on a GPU of compute capability 9.x."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from .cases import CASES, LIMITS, Case, Problem, errors
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.x",
+)
+pytestmark = [pytest.mark.gpu, hopper]
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@by_name
+def test_forward(case: Case, seed: int) -> None:
+    for name, error in errors(case, seed, "forward").items():
+        assert error < LIMITS[case.dtype], (name, error)
+
+
+@by_name
+def test_backward(case: Case, seed: int) -> None:
+    for name, error in errors(case, seed, "backward").items():
+        assert error < LIMITS[case.dtype], (name, error)
+
+
+def test_same_bits_twice(seed: int) -> None:
+    problem = Problem(Case("repeat", q_len=4096, kv_len=4096), seed)
+    out, lse = problem.forward()
+    grads = problem.backward(out, lse)
+    for _ in range(20):
+        again = problem.forward()
+        assert torch.equal(out, again[0])
+        assert torch.equal(lse, again[1])
+        for first, second in zip(grads, problem.backward(out, lse), strict=True):
+            assert torch.equal(first, second)

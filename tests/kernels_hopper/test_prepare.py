@@ -1,0 +1,73 @@
+"""The small kernels that prepare lists, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+SCRIPT = """
+import torch
+from tree_attn_op.blocks import lists_of
+from tree_attn_op.kernels.hopper.prepare import heaviest_first, merge_lists, row_statistics
+
+torch.manual_seed(20261130)
+for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1)):
+    state = torch.randint(0, 3, (batch, 1, q_tiles, key_tiles), dtype=torch.int8)
+    key_side = [x.squeeze(1) for x in lists_of(state)[4:]]
+    counts, entries = merge_lists(*key_side)
+    for b in range(batch):
+        for pair in range((key_tiles + 1) // 2):
+            columns = torch.zeros(q_tiles, 2, dtype=torch.int8)
+            there = state[b, 0, :, 2 * pair : 2 * pair + 2]
+            columns[:, : there.shape[1]] = there
+            codes = [
+                (16 * q + 4 * x + y, x == y == 2) for q, (x, y) in enumerate(columns.tolist())
+                if x + y > 0
+            ]
+            mixed, full = counts[b, pair].tolist()
+            assert entries[b, pair, :mixed].tolist() == [c for c, is_full in codes if not is_full]
+            back = entries[b, pair].flip(0)[:full].tolist()
+            assert back == [c for c, is_full in codes if is_full]
+    cost = (counts[..., 0] + counts[..., 1]).float()
+    order = heaviest_first(counts[..., 0], counts[..., 1])
+    assert torch.equal(order.long(), cost.argsort(dim=1, descending=True, stable=True))
+
+out, grad_out = torch.randn(2, 2, 3, 70, 24).unbind(0)
+lse, grad_lse = torch.randn(2, 2, 3, 70).unbind(0)
+lse[:, :, 3] = -torch.inf
+for grad in (grad_lse.expand(2, 3, 70), None):
+    stats = row_statistics(out, grad_out.mT.contiguous().mT, lse, grad, 2)
+    delta = (out * grad_out).sum(-1) - (0.0 if grad is None else grad)
+    found_lse, found_delta = stats.transpose(2, 3).flatten(3).unbind(2)
+    log2 = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)
+    torch.testing.assert_close(found_lse[..., :70], log2)
+    torch.testing.assert_close(found_delta[..., :70], delta.where(lse > -torch.inf, 0.0))
+    assert (found_lse[..., 70:] == torch.inf).all()
+    assert (found_delta[..., 70:] == 0).all()
+print("fine")
+"""
+
+
+def _version(module: object) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]  # type: ignore[attr-defined]
+    return int(major), int(minor)
+
+
+@pytest.mark.skipif(
+    _version(triton) < (3, 7) and _version(numpy) >= (2, 4),
+    reason="the interpreter of Triton before 3.7 reads no loop bound with numpy 2.4 or later",
+)
+def test_prepare() -> None:
+    # In a process of its own: the interpreter is chosen when a kernel is defined.
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "fine"

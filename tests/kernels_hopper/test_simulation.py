@@ -1,0 +1,36 @@
+"""The Hopper kernels' source, run in Python, against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from .cases import LIMITS, Case, Problem, relative_error
+from .simulating import simulated
+
+CASES = [
+    Case("tree", q_len=256, kv_len=256),
+    Case("causal", "q >= k", 450, 450, heads=4, head_dim=64),
+    Case("batch_group_1", "q >= k & q0 == k0", 300, 300, batch=2, heads=2, head_dim=64),
+    Case("everything", "True", 200, 330, batch=2, heads=2, kv_heads=1),
+    Case("nothing", "False", 130, 130, heads=2, kv_heads=1, head_dim=64),
+    Case("random_lists", "q0 <= k0", 600, 630, lists="random", heads=4, head_dim=64),
+    Case("random_group_1", "q0 <= k0", 500, 500, lists="random", heads=1, kv_heads=1, batch=2),
+    Case("dim_128_64", "q >= k", 200, 200, heads=2, kv_heads=1, v_head_dim=64),
+]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["loads_at_once", "loads_late"])
+@pytest.mark.parametrize("blocks", [1, 3, 1000])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_simulation(case: Case, blocks: int, late: bool, seed: int) -> None:
+    problem = Problem(case, seed, device="cpu")
+    expected = problem.expected()
+    with simulated(blocks, late):
+        results = dict(zip(("out", "lse"), problem.forward(), strict=True))
+        out, lse = expected["out"].to(case.dtype), expected["lse"].float()
+        results |= zip(("dq", "dk", "dv"), problem.backward(out, lse), strict=True)
+    for name, result in results.items():
+        assert relative_error(result, expected[name]) < LIMITS[torch.bfloat16], name

@@ -1,0 +1,9 @@
+"""Warp-specialised kernels for sm_90 (H100, H200), in Gluon."""
+
+from __future__ import annotations
+
+from .backward import backward
+from .forward import forward
+from .launch import preferred_list_blocks, supports
+
+__all__ = ["backward", "forward", "preferred_list_blocks", "supports"]
