@@ -31,7 +31,8 @@ def explain(fn: Callable[..., Any], *args: Any, plan: Plan = "lists", **kwargs: 
         plan: see :class:`passes.PassOptions`.
 
     Returns:
-        One entry a flex_attention call, in the order of tracing; ``print`` shows a table.
+        One entry a flex_attention call, in the order of the graph, those of graphs nested in it
+        (checkpointed bodies) first; ``print`` shows a table.
     """
     graph_pass = TreeAttentionPass(plan=plan)
 

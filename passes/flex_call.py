@@ -49,6 +49,9 @@ _BLOCK_MASK_PLACES = {
 }
 _BLOCK_MASK_SIZES = {13: "torch 2.11 and 2.12", 17: "torch 2.13 and 2.14"}
 
+# torch.nn.attention.flex_attention._LARGE_SPARSE_BLOCK_SIZE; the lengths of such a mask are 1.
+_ONE_BLOCK = 1 << 30
+
 # Options that choose tiles, stages, instructions or a kernel, or that promise something about the
 # mask, and leave the values as they are. An option in neither set may mean anything (SM_SCALE, for
 # one, replaces the scale), so a call with it is kept.
@@ -136,6 +139,11 @@ class FlexCall:
     kernel_options: Mapping[str, Any]
     score_captures: tuple[Any, ...]
     mask_captures: tuple[Any, ...]
+
+    @property
+    def is_for_any_length(self) -> bool:
+        """Whether it has the BlockMask of one huge block that flex makes when it is given none."""
+        return self.q_block_size == self.kv_block_size == _ONE_BLOCK
 
     @property
     def lists(self) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from .edit import GraphEdit
 from .effects import Writes
-from .structure import freeze
+from .structure import freeze, identity
 
 PREPARES_MASK = "tree_attn_prepares_mask"
 """Metadata key of the nodes that compute a mask's values and lists."""
@@ -49,6 +49,7 @@ def hoist_masks(graph: fx.Graph) -> bool:
                 copy = known.find(node.op, node.target, args, kwargs, site)
                 if copy is None:
                     copy = graph.create_node(node.op, node.target, args, kwargs)
+                    copy.meta = dict(node.meta)
                     known.add(copy)
                 outer[node] = copy
             edit.settle({PREPARES_MASK: True})
@@ -118,8 +119,8 @@ class _Known:
         return None
 
     def _key(self, op: str, target: Any, args: Any, kwargs: Any) -> Hashable:
-        def first(node: fx.Node) -> fx.Node:
-            return self._first.get(node, node)
+        def first(node: fx.Node) -> Hashable:
+            return identity(self._first.get(node, node))
 
         return op, target, freeze(args, first), freeze(kwargs, first)
 

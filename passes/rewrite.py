@@ -9,7 +9,6 @@ any step stays as it was, and the report says why.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import math
 from collections.abc import Hashable
@@ -29,6 +28,7 @@ from tree_attn_op.errors import UnsupportedMask
 from tree_attn_op.kernels.configs import preferred_list_blocks
 from tree_attn_op.lowering import CapturedInfo, Lowered, emit, lower
 
+from .cache_key import source_digest
 from .checks import check_call, check_capture, check_lists, operand_dtype
 from .edit import GraphEdit
 from .effects import Writes
@@ -42,8 +42,9 @@ from .flex_call import (
     static_int,
 )
 from .hoist import PREPARES_MASK, hoist_masks
+from .layout import order_to_restore
 from .report import CallReport, Report, layer_path, source_line, with_code
-from .structure import graph_structure
+from .structure import graph_structure, identity
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,11 @@ class _GraphRewrite:
         except Exception as error:
             log.debug("the rewritten graph is malformed", exc_info=True)
             self._edit.undo()
-            return [_kept(node, _internal_error(error), self._options) for node in nodes]
+            failed = _internal_error(error)
+            return [
+                _kept(node, failed, self._options) if report.rewritten else report
+                for node, report in zip(nodes, reports, strict=True)
+            ]
         self._edit.sweep(replaced)
         return reports
 
@@ -237,7 +242,7 @@ class _GraphRewrite:
         lengths = (query.shape[0], query.shape[2], key.shape[2])
         return (
             lowered.fingerprint,
-            call.mask_captures,
+            tuple(map(identity, call.mask_captures)),
             query.device,
             tuple(size if isinstance(size, int) else size.node.expr for size in lengths),
             call.lists if self._options.plan == "lists" else None,
@@ -341,7 +346,7 @@ class _GraphRewrite:
         )
         out = lse = self._edit.getitem(attention, 0)
         self._edit.settle()
-        order = _order_to_restore(example_value(out), example_value(call.node)[0])
+        order = order_to_restore(example_value(out), example_value(call.node)[0])
         if order is not None:
             out = self._graph.call_method("permute", (out, order))
             out = self._graph.call_method("contiguous", (out,))
@@ -398,28 +403,6 @@ def _internal_error(error: Exception) -> KeepFlex:
     return KeepFlex(f"internal error: {type(error).__name__}: {error}")
 
 
-def _order_to_restore(given: torch.Tensor, wanted: torch.Tensor) -> list[int] | None:
-    """The order of dimensions, outermost first, to copy ``given`` into to lie as ``wanted`` does.
-
-    None if both lie alike. What follows the call may be a view that only the layout of flex's
-    output allows.
-    """
-    dims = range(given.dim())
-    if all(
-        guard_or_false(given.stride(dim) == wanted.stride(dim))
-        or guard_or_false(given.shape[dim] == 1)
-        for dim in dims
-    ):
-        return None
-
-    def outer_first(one: int, other: int) -> int:
-        if guard_or_false(wanted.stride(one) > wanted.stride(other)):
-            return -1
-        return int(guard_or_false(wanted.stride(other) > wanted.stride(one)))
-
-    return sorted(dims, key=functools.cmp_to_key(outer_first))
-
-
 def _nested_graphs(graph: fx.Graph) -> list[fx.Graph]:
     owner = graph.owning_module
     names = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
@@ -436,18 +419,3 @@ def _trace(name: str, content: object) -> None:
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
     )
-
-
-@functools.cache
-def source_digest(roots: tuple[Path, ...]) -> str:
-    """A digest of every source file under some folders, and of the version of the ops' schemas.
-
-    ``torch._inductor.custom_graph_pass.get_hash_for_files`` is not used: it remembers one set of
-    files for the whole process, whoever asks.
-    """
-    digest = hashlib.sha256(str(ops.OP_SCHEMA_VERSION).encode())
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{root.name}/{path.relative_to(root).as_posix()}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import fx
+
+from .flex_call import example_value
+
+
+def identity(argument: Any) -> Hashable:
+    """What makes an operand the same operand: its node or value or, for a size, what it equals.
+
+    Lengths that guards have made equal come in as several inputs of a graph.
+    """
+    value = example_value(argument)
+    return value.node.expr if isinstance(value, torch.SymInt) else argument
 
 
 def freeze(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:

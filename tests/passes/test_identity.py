@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import passes
 from passes import PassOptions, TreeAttentionPass
 from passes.backend import PassSequence, compose
-from passes.rewrite import source_digest
+from passes.cache_key import source_digest
 
 ROOT = Path(passes.__file__).parent.parent
 

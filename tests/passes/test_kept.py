@@ -142,7 +142,24 @@ def test_score_mod_that_returns_its_score() -> None:
 
 def test_no_mask() -> None:
     reason = kept_reason(lambda *tensors: attention(*tensors, None), *qkv())
-    assert reason != ""
+    assert reason == "its mask reads no tensor, so no prefix is shared"
+
+
+def test_one_block_of_any_length_with_a_mask() -> None:
+    """The BlockMask that flex makes when it is given none, with a mask_mod put into it."""
+    tensors = qkv()
+    mask = block_mask(form_1(Tree(2, 192)), tensors)
+    one = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+        BLOCK_SIZE=1 << 30,
+        mask_mod=mask.mask_mod,
+        seq_lengths=(1, 1),
+    )
+    backend = PassThenEager()
+    out = compiled(attention, backend)(*tensors, one)
+    assert len(backend.report.rewritten) == 1, str(backend.report)
+    torch.testing.assert_close(out, attention(*tensors, mask))
 
 
 def test_batch_broadcast() -> None:

@@ -268,6 +268,26 @@ def test_hand_made_lists_keep_their_meaning(change: Any, block_size: Any) -> Non
     expect_equal_to_oracle(out, tensors, mask)
 
 
+def test_lists_with_fewer_columns_than_blocks() -> None:
+    """Top-k lists may hold k columns only."""
+    tensors = qkv(length=256)
+    whole = block_mask(form_8(Tree(2, 256)), tensors, BLOCK_SIZE=64)
+    narrow = [
+        part[..., :2].contiguous() if part.dim() == 4 else part.clamp(max=2)
+        for part in (
+            whole.kv_num_blocks,
+            whole.kv_indices,
+            whole.full_kv_num_blocks,
+            whole.full_kv_indices,
+        )
+    ]
+    mask = BlockMask((256, 256), *narrow, None, None, None, None, (64, 64), whole.mask_mod)
+    backend = PassThenEager()
+    out = compiled(attention, backend)(*tensors, mask)
+    assert len(backend.report.rewritten) == 1, str(backend.report)
+    expect_equal_to_oracle(out, tensors, mask)
+
+
 def test_sliced_lists_keep_their_meaning() -> None:
     query, key, value = qkv(length=256)
     whole = block_mask(form_8(Tree(2, 256)), (query, key, value), BLOCK_SIZE=64)

@@ -117,6 +117,22 @@ def test_a_mask_is_prepared_once_for_all_layers(model: Callable[..., torch.Tenso
     assert len(gm.graph.find_nodes(op="call_function", target=lists)) == 1
 
 
+def test_dynamic_lengths_through_checkpoints() -> None:
+    backend = PassThenEager()
+    model = compiled(checkpointed, backend)
+    for length in (192, 300, 515, 700):
+        tensors = qkv(2, length)
+        mask = block_mask(parents(Tree(2, length)), tensors)
+        inputs = leaves(tensors, torch.float32)
+        torch.testing.assert_close(model(*inputs, mask), checkpointed(*inputs, mask))
+    assert len(backend.graphs) == 2
+    assert not backend.report.kept, str(backend.report)
+    lists = torch.ops.tree_attn_op.block_lists.default
+    for gm in backend.graphs:
+        assert len(gm.graph.find_nodes(op="call_function", target=lists)) == 1
+        assert count_calls(gm, "block_lists") == 1
+
+
 def test_selective_policy_saves_the_op() -> None:
     """The op runs once in the forward, and isn't run again for the backward."""
     tensors = qkv()

@@ -41,12 +41,12 @@ def _new(value: Any, dtype: torch.dtype) -> Value:
 
 def _register_factories() -> None:
     def factories(name: str, value: int) -> None:
-        def absolute(*shape: Any, dtype: torch.dtype | None = None) -> Value:
-            _require_rank_0(_flat(shape))
+        def absolute(*shape: Any, size: Any = (), dtype: torch.dtype | None = None) -> Value:
+            _require_rank_0((*_flat(shape), *_flat((size,))))
             return _new(value, dtype or torch.get_default_dtype())
 
-        def new(self: Any, *shape: Any, dtype: torch.dtype | None = None) -> Value:
-            _require_rank_0(_flat(shape))
+        def new(self: Any, *shape: Any, size: Any = (), dtype: torch.dtype | None = None) -> Value:
+            _require_rank_0((*_flat(shape), *_flat((size,))))
             return _new(value, dtype or dtype_of(self))
 
         def like(self: Any, *, dtype: torch.dtype | None = None) -> Value:
