@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Report(Sequence[CallReport]):
 
     def __str__(self) -> str:
         if not self._calls:
-            return "no flex_attention call was compiled"
+            return "no flex_attention call was compiled (or what was came from a compile cache)"
         rows = [("#", "call", "verdict", "predicate or reason")]
         for number, call in enumerate(self._calls):
             where = call.layer or call.node
@@ -142,8 +143,8 @@ def layer_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    for prefix in ("L['self'].", "L['fn'].", "self."):
-        path = path.removeprefix(prefix)
+    # Where Dynamo found the outermost module: L['self'].layers.0, L['args'][0].layers.0, L['fn'].
+    path = re.sub(r"^L\['\w+'\](?:\[\d+\])*\.?", "", path).removeprefix("self.")
     return path.replace("._modules['", ".").replace("']", "").removeprefix("_modules['")
 
 

@@ -194,6 +194,8 @@ class _GraphRewrite:
             predicate = self._rewrite(node)
         except KeepFlex as kept:
             return _kept(node, kept, self._options)
+        except UnsupportedMask as error:
+            return _kept(node, _not_proven(error), self._options)
         except Exception as error:
             log.debug("the rewrite of %s failed", node, exc_info=True)
             return _kept(node, _internal_error(error), self._options)
@@ -374,12 +376,7 @@ def _prove(call: FlexCall) -> Lowered:
         captured = [CapturedInfo.of(example_value(capture)) for capture in call.mask_captures]
         lowered = lower(call.mask_mod, captured)
     except UnsupportedMask as error:
-        raise KeepFlex(
-            error.reason,
-            hint=error.hint,
-            source=with_code(error.source),
-            node_name=error.node_name,
-        ) from error
+        raise _not_proven(error) from error
     if not lowered.captures_used:
         raise KeepFlex("its mask reads no tensor, so no prefix is shared")
     return lowered
@@ -396,6 +393,15 @@ def _kept(node: fx.Node, kept: KeepFlex, options: PassOptions) -> CallReport:
         layer=layer_path(node),
         node=node.name,
         mask_node=kept.node_name,
+    )
+
+
+def _not_proven(error: UnsupportedMask) -> KeepFlex:
+    return KeepFlex(
+        error.reason,
+        hint=error.hint,
+        source=with_code(error.source),
+        node_name=error.node_name,
     )
 
 

@@ -56,6 +56,7 @@ def tree_attention(
             raise ValueError(
                 "return_aux supports lse only, got max_scores=True: flex_attention computes those"
             )
+    validation.check_ranks_and_devices(query, key, value)
     if not torch.is_autocast_enabled(query.device.type):
         validation.check_operands(query, key, value)
     if not enable_gqa and query.shape[1] != key.shape[1]:

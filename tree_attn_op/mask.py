@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,4 +284,6 @@ def _pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 def finest_common(size: int, wanted: int) -> int:
     """The greatest divisor of ``size`` that divides ``wanted``: lists so fine can be had."""
-    return math.gcd(size, wanted)
+    while wanted:  # Euclid's algorithm: Dynamo traces this, but not math.gcd of a symbolic size
+        size, wanted = wanted, size % wanted
+    return size

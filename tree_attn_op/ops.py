@@ -313,6 +313,7 @@ def _autocast(device_type: str) -> Any:
     """The op under torch.autocast: operands in autocast's dtype, as for PyTorch's attention."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> Any:
+        validation.check_ranks_and_devices(query, key, value)
         operands = [query, key, value]
         if all(tensor.is_floating_point() for tensor in operands) and not any(
             tensor.dtype == torch.float64 for tensor in operands

@@ -23,15 +23,16 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check ranks, dtypes, devices and sizes of query, key and value.
+def check_ranks_and_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check that query, key and value are tensors of four dimensions on one device.
 
     Raises:
-        ValueError: they are no ``[B, Hq, Q, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``.
-        TypeError: their dtypes differ or are not supported on their device.
+        TypeError: one is no tensor.
+        ValueError: one has another rank or lies elsewhere.
     """
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}"
@@ -41,10 +42,20 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"query, key and value must be on one device, got query on {query.device} and "
                 f"{name} on {tensor.device}"
             )
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check ranks, dtypes, devices and sizes of query, key and value.
+
+    Raises:
+        ValueError: they are no ``[B, Hq, Q, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``.
+        TypeError: their dtypes differ or are not supported on their device.
+    """
+    check_ranks_and_devices(query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
             "query, key and value must have one dtype, got "
-            f"{_names([tensor.dtype for tensor in named.values()])}; cast them, or call under "
+            f"{_names([query.dtype, key.dtype, value.dtype])}; cast them, or call under "
             "torch.autocast"
         )
     accepted = _CPU_DTYPES if query.device.type == "cpu" else _GPU_DTYPES

@@ -144,6 +144,49 @@ def test_objects_with_state_are_traced_each_time(traced: list[Any]) -> None:
     assert len(traced) == 6
 
 
+def helper(q: Tensor, k: Tensor) -> Tensor:
+    return q - k < helper.window
+
+
+def back_doors(x: Tensor) -> dict[str, Callable[..., Tensor]]:
+    """Masks that read a window where a fingerprint could miss it."""
+
+    def imports(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        from tests.lowering.test_cache import WINDOW
+
+        return (x[q] == x[k]) & (q - k < WINDOW)
+
+    def evaluates(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & (q - k < eval("WINDOW"))
+
+    def looks_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & (q - k < globals()["WINDOW"])
+
+    def of_a_function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & helper(q, k)
+
+    def of_a_tensor(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & (q - k < x.window)
+
+    def of_torch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & (q - k < torch.tests_window)
+
+    masks = (imports, evaluates, looks_up, of_a_function, of_a_tensor, of_torch)
+    return {mask.__name__: mask for mask in masks}
+
+
+@pytest.mark.parametrize("name", back_doors(torch.zeros(1)))
+def test_hidden_state_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = ids(0)
+    mask_mod = back_doors(x)[name]
+    for window in (3, 9, 2):
+        monkeypatch.setitem(globals(), "WINDOW", window)
+        monkeypatch.setattr(helper, "window", window, raising=False)
+        monkeypatch.setattr(torch, "tests_window", window, raising=False)
+        x.window = window
+        check(mask_mod)
+
+
 def test_bound_builtin_is_not_taken_for_a_constant(traced: list[Any]) -> None:
     for seed in range(2):
         equal = ids(seed).eq

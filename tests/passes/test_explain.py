@@ -108,7 +108,7 @@ def test_predicate_plan() -> None:
 def test_nothing_to_explain() -> None:
     report = passes.explain(lambda x: x + 1, torch.ones(3))
     assert len(report) == 0
-    assert str(report) == "no flex_attention call was compiled"
+    assert str(report).startswith("no flex_attention call was compiled")
 
 
 def test_table() -> None:

@@ -3,12 +3,15 @@
 A training step that builds its mask anew calls with the same function over other tensors. Tracing
 it costs milliseconds, more than the rest of building a mask, so what was proven is kept under a
 fingerprint of everything that tracing can see: code, captured numbers and functions, and of each
-captured tensor all but its contents, which tracing never reads. A mask_mod that can see anything
-else has no fingerprint and is lowered with every call.
+captured tensor all but its contents, which tracing never reads. A mask_mod that could see anything
+else (an object with a state, an import, an attribute of a function) has no fingerprint and is
+lowered with every call.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import math
 import operator
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._compile import _disable_dynamo
+from torch.nn.attention import flex_attention
 
 from ..predicate import Predicate
 from . import lower_mask_mod
@@ -29,8 +33,28 @@ from .emission import evaluator
 _MAX_ENTRIES = 64
 _MAX_DEPTH = 32
 
-# Looked up by attribute in masks; what they hold does not change.
+# Looked up by attribute in masks. Functions and types in them are taken to stay what they are.
 _CONSTANT_MODULES = (torch, math, operator, functools)
+# Builtins that see nothing but their arguments.
+_PURE_BUILTINS = frozenset(
+    (
+        abs,
+        all,
+        any,
+        bool,
+        enumerate,
+        float,
+        int,
+        isinstance,
+        len,
+        list,
+        max,
+        min,
+        range,
+        sum,
+        tuple,
+    )
+)
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -73,7 +97,7 @@ class _Reader:
         raise _Opaque
 
     def read_tensor(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.__dict__:
             raise _Opaque
         # Two names of one tensor are one operand, so which are the same is part of the key.
         same = next((i for i, other in enumerate(self.tensors) if other is tensor), None)
@@ -82,19 +106,34 @@ class _Reader:
         return "tensor", same, tensor.dtype, tensor.device, shape, tensor.stride(), type(tensor)
 
     def read_function(self, function: types.FunctionType) -> Any:
-        if getattr(function, "__module__", "").split(".")[0] == "torch":
-            # torch's own (and_masks, or_masks, ...): only what they close over can differ.
-            names: tuple[str, ...] = ()
-        else:
-            names = tuple(sorted(_names(function.__code__)))
-        seen = function.__globals__
+        if function.__dict__:
+            raise _Opaque
         return (
             function.__code__,
             tuple(self.read(cell.cell_contents) for cell in function.__closure__ or ()),
             self.read(function.__defaults__ or ()),
             tuple((k, self.read(v)) for k, v in (function.__kwdefaults__ or {}).items()),
-            tuple((name, self.read(seen[name])) for name in names if name in seen),
+            self.read_globals(function),
         )
+
+    def read_globals(self, function: types.FunctionType) -> Any:
+        if function.__globals__ is flex_attention.__dict__:
+            # flex's own and_masks, or_masks, ...: only what they close over can differ.
+            return ()
+        names, attributes = _lookups(function.__code__)
+        found: list[Any] = []
+        for name in names:
+            if name in function.__globals__:
+                found.append((name, self.read(function.__globals__[name])))
+            elif builtins.__dict__.get(name) not in _PURE_BUILTINS:
+                raise _Opaque
+        # Which object an attribute is read from is not known, so each module is asked for it.
+        for module in _CONSTANT_MODULES:
+            for name in attributes:
+                value = module.__dict__.get(name)
+                if value is not None and not callable(value):
+                    found.append((module.__name__, name, self.read(value)))
+        return tuple(found)
 
 
 def _is_unbound(value: Any) -> bool:
@@ -105,13 +144,30 @@ def _is_unbound(value: Any) -> bool:
     return owner is None or isinstance(owner, types.ModuleType)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Names that the code, or code nested in it, may look up outside of itself."""
-    names = set(code.co_names)
+@functools.lru_cache(maxsize=256)
+def _lookups(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Global names and attribute names that the code, or code nested in it, reads.
+
+    Raises:
+        _Opaque: it uses names in another way: imports, assignments to globals or attributes.
+    """
+    names: set[str] = set()
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode not in dis.hasname:
+            continue
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+        else:
+            raise _Opaque
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+            inner_names, inner_attributes = _lookups(constant)
+            names.update(inner_names)
+            attributes.update(inner_attributes)
+    return tuple(sorted(names)), tuple(sorted(attributes))
 
 
 class _Entry(NamedTuple):

@@ -3,7 +3,8 @@
 A mask is evaluated here for every query and every key, whereas flex_attention evaluates it on
 listed blocks only. A look-up that would be out of range for a token that no listed block holds
 must not trap, so indices are clamped to ``[-n, n - 1]`` (negative ones count from the end, as
-always) unless they are certainly in range.
+always) unless they are certainly in range. A tensor that is certainly too short for the positions
+themselves is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from . import reasons
 from .functions import FUNCTIONS, SCALAR_FUNCTIONS, sliced
 from .rows import Lowered
 from .values import CapturedInfo, Deps, Expr, check_devices, children
@@ -43,7 +45,7 @@ def emit(
         device: where the values are computed; that of the captured tensors.
 
     Raises:
-        UnsupportedMask: a captured tensor lives on another device.
+        UnsupportedMask: a captured tensor lives on another device, or is too short.
 
     Returns:
         nodes of ``q_vals [batch or 1, R, q_len]`` and ``k_vals [batch or 1, C, kv_len]``,
@@ -206,8 +208,12 @@ class _Emitter:
         if item.is_scalar:
             return node
         count = self.known_size(base, dim)
-        if item.op == "index" and _at_most(self.lengths[item.args[0]], count):
-            return node
+        if item.op == "index":
+            length = self.lengths[item.args[0]]
+            if _at_most(length, count):
+                return node
+            if isinstance(length, int) and isinstance(count, int):
+                raise reasons.too_short(item.args[0], length, count)
         if isinstance(count, int):
             return self.call(torch.clamp, node, -count, count - 1)
         size = self.graph.call_method("size", (self.invariant(base), dim))

@@ -100,6 +100,14 @@ def devices(names: list[str]) -> UnsupportedMask:
     )
 
 
+def too_short(index: str, length: int, size: int) -> UnsupportedMask:
+    what = {"b": "batch rows", "q": "queries", "k": "keys"}[index]
+    return UnsupportedMask(
+        f"looks up a tensor of size {size} at {length} {what}, which is out of range",
+        hint=f"Give the captured tensor one entry for each of the {length} {what}",
+    )
+
+
 def empty_table() -> UnsupportedMask:
     return UnsupportedMask("looks up a captured tensor that is empty")
 
