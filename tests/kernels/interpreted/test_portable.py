@@ -88,10 +88,14 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tolerance(case: Case) -> float:
-    """Relative to the root mean square of a result; a large scale magnifies rounding of scores."""
+    """Relative to the root mean square of a result.
+
+    A large scale magnifies the rounding of scores, by how much depends on the order in which the
+    BLAS under NumPy adds: 4e-4 with one of its kernels, 1.1e-3 with another.
+    """
     if case.dtype is torch.float16:
         return 2e-2
-    return 1e-3 if case.scale == 40.0 else 3e-5
+    return 4e-3 if case.scale == 40.0 else 3e-5
 
 
 @pytest.mark.parametrize("name", CASES)
