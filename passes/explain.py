@@ -19,7 +19,7 @@ from .rewrite import Plan, TreeAttentionPass
 _fresh_lines = itertools.count(1)
 
 
-def explain(fn: Callable[..., Any], *args: Any, plan: Plan = "lists", **kwargs: Any) -> Report:
+def explain(fn: Callable[..., Any], /, *args: Any, plan: Plan = "lists", **kwargs: Any) -> Report:
     """Compile and run ``fn`` once, and report what the pass does with each flex_attention call.
 
     The function is traced anew whatever has been compiled before, nothing goes through Inductor's
@@ -33,7 +33,12 @@ def explain(fn: Callable[..., Any], *args: Any, plan: Plan = "lists", **kwargs: 
     Returns:
         One entry a flex_attention call, in the order of the graph, those of graphs nested in it
         (checkpointed bodies) first; ``print`` shows a table.
+
+    Raises:
+        TypeError: ``fn`` can't be called.
     """
+    if not callable(fn):
+        raise TypeError(f"explain takes a function or module, got {type(fn).__name__}")
     graph_pass = TreeAttentionPass(plan=plan)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -146,8 +146,12 @@ class TreeMask:
 
         Raises:
             UnsupportedMask: the mask is no separable predicate; ``.reason`` says why.
+            ValueError: a size that is no count.
         """
         batch = 1 if B is None else B
+        for name, size in (("B", batch), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise ValueError(f"{name} must be an int of at least 0, got {size!r}")
         predicate, q_vals, k_vals = values_of_mask_mod(mask_mod, batch, Q_LEN, KV_LEN, device)
         return TreeMask.from_predicate(
             predicate, q_vals, k_vals, Q_LEN, KV_LEN, BLOCK_SIZE=BLOCK_SIZE

@@ -146,3 +146,15 @@ def test_report_forgets_the_oldest() -> None:
     assert len(report) == 10_000
     assert report[0].predicate == "0"
     assert report[-1].predicate == "2"
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a function or module, got NoneType"):
+        passes.explain(None)
+
+
+def test_arguments_may_be_called_fn() -> None:
+    def call(fn: torch.Tensor) -> torch.Tensor:
+        return fn + 1
+
+    assert len(passes.explain(call, fn=torch.ones(2))) == 0
