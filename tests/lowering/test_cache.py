@@ -202,3 +202,15 @@ def test_the_cache_is_bounded(traced: list[Any], monkeypatch: pytest.MonkeyPatch
     for window in range(6):
         cache.values_of_mask_mod(documents(ids(0), window), 1, LENGTH, LENGTH, "cpu")
     assert len(cache._entries) == 3
+
+
+def test_an_attribute_of_a_partial_is_seen() -> None:
+    x = ids(0)
+    window = functools.partial(int)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (x[q] == x[k]) & (q - k < window.width)  # type: ignore[attr-defined]
+
+    for width in (3, 9):
+        window.width = width  # type: ignore[attr-defined]
+        check(mask_mod)

@@ -89,7 +89,7 @@ class _Reader:
             return type(value), tuple(self.read(item) for item in value)
         if isinstance(value, types.FunctionType):
             return self.read_function(value)
-        if type(value) is functools.partial:
+        if type(value) is functools.partial and not value.__dict__:
             keywords = tuple((name, self.read(item)) for name, item in value.keywords.items())
             return "partial", self.read(value.func), self.read(value.args), keywords
         if any(value is module for module in _CONSTANT_MODULES) or _is_unbound(value):

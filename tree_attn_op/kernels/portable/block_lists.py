@@ -1,4 +1,4 @@
-"""Block lists from a predicate, on the device: three small launches, no host synchronisation.
+"""Block lists from a predicate, on the device: a few small launches, no host synchronisation.
 
 ``tile_bounds`` reduces each value row to its least and greatest value per tile: O(length).
 ``list_tiles`` decides the state of each tile from those bounds in three-valued logic and writes
