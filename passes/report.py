@@ -22,6 +22,8 @@ class CallReport:
     Attributes:
         rewritten: whether the call is now the tree attention op.
         predicate: the text of the predicate that its mask was proven to be, if it was.
+        kernels: what will serve it if it was rewritten: ``cpu``, ``hopper`` or ``portable``, and
+            why not the faster kernels of this device.
         reason: why the call was kept; None if it was rewritten.
         hint: what to write instead, where something equivalent can be rewritten.
         source: the user's ``file:line: code`` of the call, or of what in its mask kept it.
@@ -33,6 +35,7 @@ class CallReport:
 
     rewritten: bool
     predicate: str | None = None
+    kernels: str | None = None
     reason: str | None = None
     hint: str | None = None
     source: str | None = None
@@ -95,6 +98,8 @@ class Report(Sequence[CallReport]):
             lines = _wrapped(call.predicate if call.rewritten else call.reason)
             if call.hint:
                 lines += _wrapped(f"instead: {call.hint}")
+            if call.kernels and ":" in call.kernels:
+                lines += _wrapped(f"kernels: {call.kernels}")
             if call.source and not call.rewritten:
                 lines += [f"at {call.source}"]
             verdict = "rewritten" if call.rewritten else "kept flex"

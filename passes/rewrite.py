@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tree_attn_op import ops
 from tree_attn_op.errors import UnsupportedMask
-from tree_attn_op.kernels.configs import preferred_list_blocks
+from tree_attn_op.kernels.choice import describe, preferred_list_blocks
 from tree_attn_op.lowering import CapturedInfo, Lowered, emit, lower
 
 from .cache_key import source_digest
@@ -191,7 +191,7 @@ class _GraphRewrite:
 
     def _visit(self, node: fx.Node) -> CallReport:
         try:
-            predicate = self._rewrite(node)
+            predicate, kernels = self._rewrite(node)
         except KeepFlex as kept:
             return _kept(node, kept, self._options)
         except UnsupportedMask as error:
@@ -202,12 +202,14 @@ class _GraphRewrite:
         return CallReport(
             rewritten=True,
             predicate=predicate,
+            kernels=kernels,
             source=source_line(node),
             layer=layer_path(node),
             node=node.name,
         )
 
-    def _rewrite(self, node: fx.Node) -> str:
+    def _rewrite(self, node: fx.Node) -> tuple[str, str]:
+        """Replaces a call; the text of its predicate, and what will serve it."""
         call = read_flex_call(node)
         check_call(call)
         if self._options.plan == "lists":
@@ -225,7 +227,9 @@ class _GraphRewrite:
         for item in list(node.users):
             if item.users:
                 self._edit.move_users(item, out if item.args[1] == 0 else lse)
-        return str(lowered.predicate)
+        return str(lowered.predicate), describe(
+            **self._sizes(call), list_blocks=(mask.q_block_size, mask.kv_block_size)
+        )
 
     def _lower(self, call: FlexCall) -> Lowered:
         key = (graph_structure(call.mask_mod), call.mask_captures)
@@ -262,16 +266,21 @@ class _GraphRewrite:
 
     def _list_blocks(self, call: FlexCall) -> tuple[int, int]:
         """The block sizes that the kernels want, as far as they divide those given."""
-        query, key, value = map(example_value, (call.query, call.key, call.value))
-        wanted = preferred_list_blocks(
-            query.device,
-            operand_dtype(call),
-            head_dim=max(int(query.shape[3]), int(value.shape[3])),
-            group=int(query.shape[1] // key.shape[1]),
-        )
+        wanted = preferred_list_blocks(**self._sizes(call))
         if self._options.plan == "predicate":
             return wanted
         return math.gcd(wanted[0], call.q_block_size), math.gcd(wanted[1], call.kv_block_size)
+
+    def _sizes(self, call: FlexCall) -> dict[str, Any]:
+        """What the choice of kernels depends on."""
+        query, key, value = map(example_value, (call.query, call.key, call.value))
+        return {
+            "device": query.device,
+            "dtype": operand_dtype(call),
+            "head_dim": int(query.shape[3]),
+            "value_dim": int(value.shape[3]),
+            "group": int(query.shape[1] // key.shape[1]),
+        }
 
     def _emit_mask(self, call: FlexCall, lowered: Lowered) -> _SharedMask:
         batch, q_len = self._size(call.query, 0), self._size(call.query, 2)

@@ -69,7 +69,7 @@ def test_a_gpu_call_without_triton_is_a_clear_error() -> None:
         + """
 from tree_attn_op import ops
 try:
-    ops._portable()
+    ops._kernels("portable")
 except RuntimeError as error:
     assert "install triton" in str(error), error
 else:

@@ -302,7 +302,7 @@ def test_missing_triton_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ops.importlib, "import_module", import_module)
     with pytest.raises(RuntimeError, match="install triton"):
-        ops._portable()
+        ops._kernels("portable")
 
 
 def test_arguments_are_not_changed() -> None:

@@ -49,21 +49,10 @@ def tree_attention(
     """
     if not isinstance(mask, TreeMask):
         raise TypeError(f"mask must be a TreeMask, got {type(mask).__name__}")
-    if return_aux is not None:
-        if not isinstance(return_aux, AuxRequest):
-            raise TypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
-        if return_aux.max_scores:
-            raise ValueError(
-                "return_aux supports lse only, got max_scores=True: flex_attention computes those"
-            )
     validation.check_ranks_and_devices(query, key, value)
     if not torch.is_autocast_enabled(query.device.type):
         validation.check_operands(query, key, value)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True "
-            "to let groups of query heads share a key head"
-        )
+    check_options(query, key, enable_gqa, return_aux)
     if (query.shape[2], key.shape[2]) != (mask.q_len, mask.kv_len):
         raise ValueError(
             f"the mask was built for lengths {mask.q_len} (query) and {mask.kv_len} (key), got "
@@ -75,7 +64,7 @@ def tree_attention(
         )
     if scale is None:
         scale = query.shape[3] ** -0.5
-    lists = mask.block_lists_for(*_list_blocks(query, key, value, mask))
+    lists = mask.block_lists_for(*list_blocks(query, key, value, mask))
     out, lse = torch.ops.tree_attn_op.tree_attention(
         query,
         key,
@@ -93,17 +82,40 @@ def tree_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None)
 
 
-def _list_blocks(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask) -> tuple[int, int]:
+def check_options(
+    query: Tensor, key: Tensor, enable_gqa: bool, return_aux: AuxRequest | None
+) -> None:
+    """Check ``enable_gqa`` and ``return_aux``.
+
+    Raises:
+        TypeError, ValueError: what is asked for is not supported.
+    """
+    if return_aux is not None:
+        if not isinstance(return_aux, AuxRequest):
+            raise TypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
+        if return_aux.max_scores:
+            raise ValueError(
+                "return_aux supports lse only, got max_scores=True: flex_attention computes those"
+            )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True "
+            "to let groups of query heads share a key head"
+        )
+
+
+def list_blocks(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask) -> tuple[int, int]:
     """Block sizes of the lists that serve the device best, as fine as the mask allows."""
     if query.device.type == "cpu":
         wanted = (CPU_LIST_BLOCK, CPU_LIST_BLOCK)
     else:
         # Not at the top: it is of no use without a GPU.
-        from .kernels.configs import preferred_list_blocks
+        from .kernels.choice import preferred_list_blocks
 
-        head_dim = max(query.shape[3], value.shape[3])
         group = query.shape[1] // key.shape[1]
-        wanted = preferred_list_blocks(query.device, query.dtype, head_dim, group)
+        wanted = preferred_list_blocks(
+            query.device, query.dtype, query.shape[3], value.shape[3], group
+        )
     own = mask.lists
     return (
         finest_common(own.q_block_size, wanted[0]),

@@ -10,6 +10,7 @@ DESIGN.md has the schemas, the shapes and what always holds. Importing this need
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from . import blocks, cpu, validation
 from .blocks import cdiv
+from .kernels.choice import choose_kernels
 from .layout import empty_like_layout
 from .predicate import Predicate
 
@@ -55,10 +57,11 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _portable(module: str = "") -> Any:
-    """The Triton implementation, imported with the first call that needs it."""
+@cache
+def _kernels(package: str) -> Any:
+    """A package of Triton kernels, imported with the first call that needs it."""
     try:
-        return importlib.import_module(f".kernels.portable{module}", __package__)
+        return importlib.import_module(f".kernels.{package}", __package__)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
@@ -94,26 +97,24 @@ def _check_call(
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
     q_vals, k_vals, predicate, *rest = mask
-    lists, (q_block_size, kv_block_size, scale) = tuple(rest[:8]), rest[8:]
-    _check_call(
-        query, key, value, q_vals, k_vals, predicate, lists, q_block_size, kv_block_size, scale
-    )
+    lists, sizes = tuple(rest[:8]), rest[8:]
+    _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
     if 0 in query.shape[:3] or key.shape[2] == 0:
         out, lse = _fake_forward(query, key, value, *mask)
         return out.zero_(), lse.fill_(float("-inf"))
-    forward: Any = cpu.forward if query.device.type == "cpu" else _portable().forward
-    return forward(
-        query,
-        key,
-        value,
-        q_vals,
-        k_vals,
-        predicate,
-        *lists[:4],
-        q_block_size,
-        kv_block_size,
-        scale,
-    )
+    forward: Any = cpu.forward
+    if query.device.type != "cpu":
+        forward = _serving(query, key, value, kv_num_blocks=lists[0], sizes=sizes).forward
+    return forward(query, key, value, q_vals, k_vals, predicate, *lists[:4], *sizes)
+
+
+def _serving(
+    query: Tensor, key: Tensor, value: Tensor, kv_num_blocks: Tensor | None, sizes: Any
+) -> Any:
+    """The package of GPU kernels that serves a call."""
+    assert kv_num_blocks is not None
+    choice = choose_kernels(query, key, value, kv_num_blocks.shape[1], *sizes)
+    return _kernels(choice.kernels)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
@@ -138,20 +139,18 @@ def _backward(
     *mask: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_vals, k_vals, predicate, *rest = mask
-    lists, (q_block_size, kv_block_size, scale) = tuple(rest[:8]), rest[8:]
-    _check_call(
-        query, key, value, q_vals, k_vals, predicate, lists, q_block_size, kv_block_size, scale
-    )
+    lists, sizes = tuple(rest[:8]), rest[8:]
+    _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
     validation.check_gradients(grad_out, grad_lse, query, value, out, lse)
     if 0 in query.shape[:3] or key.shape[2] == 0:
         dq, dk, dv = _fake_backward(grad_out, grad_lse, query, key, value)
         return dq.zero_(), dk.zero_(), dv.zero_()
     saved = (grad_out, grad_lse, query, key, value, out, lse, q_vals, k_vals, predicate)
-    sizes = (q_block_size, kv_block_size, scale)
     if query.device.type == "cpu":
         return cpu.backward(*saved, *_key_side(lists), *sizes)
-    by_query = _query_side(lists, cdiv(key.shape[2], kv_block_size))
-    return _portable().backward(*saved, *lists[:4], *by_query, *sizes)
+    by_query = _query_side(lists, cdiv(key.shape[2], sizes[1]))
+    package = _serving(query, key, value, lists[0], sizes)
+    return package.backward(*saved, *lists[:4], *by_query, *sizes)
 
 
 def _key_side(
@@ -222,13 +221,48 @@ def _block_lists(
         raise ValueError("kv_num_blocks is missing, full_kv_num_blocks is given")
     sizes = (q_block_size, kv_block_size, new_q_block_size, new_kv_block_size)
     empty = 0 in (q_len, kv_len, q_vals.shape[0], k_vals.shape[0])
+    parsed = Predicate.parse(predicate)
     if q_vals.device.type != "cpu" and not empty:
-        build = _portable(".block_lists").block_lists
-        return build(q_vals, k_vals, predicate, q_len, kv_len, *lists, *sizes)
-    states = blocks.refined_states(
-        Predicate.parse(predicate), q_vals, k_vals, q_len, kv_len, lists, *sizes
-    )
+        build = _kernels("portable.block_lists").block_lists
+        return build(q_vals, k_vals, parsed, q_len, kv_len, *lists, *sizes)
+    states = blocks.refined_states(parsed, q_vals, k_vals, q_len, kv_len, lists, *sizes)
     return blocks.lists_of(states)
+
+
+def flex_lists(
+    predicate: Predicate,
+    q_vals: Tensor,
+    k_vals: Tensor,
+    q_len: int,
+    kv_len: int,
+    q_block_size: int,
+    kv_block_size: int,
+    batch: int,
+    heads: int,
+) -> tuple[Tensor, ...]:
+    """The eight lists that flex's builder makes: ``block_lists`` with a difference at the ends.
+
+    A block that runs over an end is listed as partial even if it is full. Not an op, and the
+    arguments are not checked: for callers who made the values themselves.
+
+    Args:
+        predicate, q_vals, k_vals: as in ``block_lists``; the values may have any strides.
+        q_len, kv_len, q_block_size, kv_block_size: lengths and tokens a block.
+        batch, heads: of the lists.
+    """
+    if q_vals.device.type != "cpu" and 0 not in (q_len, kv_len, batch, heads):
+        build = _kernels("portable.block_lists").block_lists
+        sizes = (q_block_size, kv_block_size) * 2
+        return build(
+            *(q_vals, k_vals, predicate, q_len, kv_len, None, None, None, None, *sizes),
+            batch=batch,
+            heads=heads,
+            full_at_ends=False,
+        )
+    sizes = (q_len, kv_len, q_block_size, kv_block_size)
+    states = blocks.classify_tiles(predicate, q_vals, k_vals, *sizes)
+    lists = blocks.lists_of(blocks.partial_at_ends(states.unsqueeze(1), *sizes))
+    return tuple(tensor.expand(batch, heads, *tensor.shape[2:]).contiguous() for tensor in lists)
 
 
 def _fake_block_lists(

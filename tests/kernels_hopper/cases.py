@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tree_attn_op.blocks import BlockLists, build, cdiv, dense_meaning, lists_of
-from tree_attn_op.kernels.hopper import backward, forward, preferred_list_blocks
+from tree_attn_op.kernels.choice import hopper_list_blocks
+from tree_attn_op.kernels.hopper import backward, forward
 from tree_attn_op.kernels.hopper.configs import Config
 from tree_attn_op.predicate import Predicate
 
@@ -109,7 +110,7 @@ class Problem:
             self.k_vals[:, 1] = torch.arange(case.kv_len, device=device)
         if case.hidden_rows:
             self.q_vals[:, :, ::5] = -7
-        q_block, kv_block = preferred_list_blocks(case.head_dim, case.heads // case.kv_heads)
+        q_block, kv_block = hopper_list_blocks(case.heads // case.kv_heads)
         if case.lists == "built":
             self.lists = build(
                 self.predicate, self.q_vals, self.k_vals, case.q_len, case.kv_len,

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from .backward import backward
 from .forward import forward
-from .launch import preferred_list_blocks, supports
 
-__all__ = ["backward", "forward", "preferred_list_blocks", "supports"]
+__all__ = ["backward", "forward"]

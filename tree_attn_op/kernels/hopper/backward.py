@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tree_attn_op.kernels.choice import tma_can_read
 from tree_attn_op.layout import empty_like_layout
 
 from .configs import DKDV, DQ, Config
@@ -18,7 +19,6 @@ from .launch import (
     multiprocessors,
     program_of,
     statistics_of,
-    tma_can_read,
     value_rows,
 )
 from .prepare import heaviest_first, merge_lists, row_statistics

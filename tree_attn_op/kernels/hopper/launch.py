@@ -1,4 +1,4 @@
-"""What the Hopper kernels take, and the arguments that their launches share."""
+"""Arguments that the launches of the Hopper kernels share."""
 
 from __future__ import annotations
 
@@ -10,65 +10,6 @@ from tree_attn_op.predicate import Predicate
 from .compat import TensorDescriptor, gl
 
 LOG2E = 1.4426950408889634
-MAX_HEAD_DIM = 128
-KEY_BLOCK = 64
-
-
-def preferred_list_blocks(head_dim: int, group: int) -> tuple[int, int]:
-    """Block sizes ``(query, key)`` of the lists that the kernels take.
-
-    ``group`` is the number of query heads to a K/V head. With an even one, two heads share the 64
-    tokens of a query tile; otherwise a query tile is 128 tokens of one head.
-    """
-    del head_dim
-    return (64 if group % 2 == 0 else 128), KEY_BLOCK
-
-
-def supports(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    list_heads: int,
-    q_block_size: int,
-    kv_block_size: int,
-    scale: float,
-) -> str | None:
-    """Why these kernels cannot take a call, or None if they can.
-
-    Args:
-        query, key, value: ``[B, H, S, D]`` as given to the op.
-        list_heads: size of the head dimension of the block lists.
-        q_block_size, kv_block_size: tokens of a listed block.
-        scale: factor of the scores.
-    """
-    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device)[0] != 9:
-        return "not on a GPU of compute capability 9.x"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {query.dtype}; bfloat16 and float16 are taken"
-    if not scale > 0.0:
-        return f"scale {scale}; a positive one is taken"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.numel() == 0:
-            return f"{name} is empty"
-        width = tensor.shape[-1]
-        if width > MAX_HEAD_DIM or width % 8 != 0:
-            return f"head dim {width} of {name}; multiples of 8 up to {MAX_HEAD_DIM} are taken"
-        if not tma_can_read(tensor):
-            return f"{name} has strides {tuple(tensor.stride())}, which TMA cannot read"
-    if list_heads != 1:
-        return f"block lists with {list_heads} heads; lists shared by all heads are taken"
-    blocks = preferred_list_blocks(query.shape[-1], query.shape[1] // key.shape[1])
-    if (q_block_size, kv_block_size) != blocks:
-        return f"blocks of {q_block_size} by {kv_block_size}; {blocks[0]} by {blocks[1]} are taken"
-    return None
-
-
-def tma_can_read(tensor: Tensor) -> bool:
-    """Whether a ``[B, H, S, D]`` 16-bit tensor has the alignment that TMA wants."""
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 != 0:
-        return False
-    sizes_and_strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in sizes_and_strides)
 
 
 def boxes_of(tensor: Tensor) -> TensorDescriptor:
