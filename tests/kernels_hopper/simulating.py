@@ -22,12 +22,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tree_attn_op.kernels.hopper  # noqa: F401 - its modules are run below
+import tree_attn_op.kernels.hopper.fast_backward  # noqa: F401 - the package is run below
 
 PACKAGE = "tree_attn_op.kernels.hopper."
 MODULES = (
     "schedule", "masking", "pair_masks", "packing", "loading", "forward_kernel", "dq_kernel",
-    "dkdv_kernel",
+    "dkdv_kernel", "fast_backward_kernel",
 )  # fmt: skip
 
 
@@ -148,6 +148,8 @@ class _Boxes:
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if self.memory.dim() == 3:
             return _Tile(self.memory.view(shape))
+        if dtype != self.memory.dtype:
+            return _Tile(self.memory.flatten().view(dtype).view(shape))
         *many, rows, width = shape
         boxes = self.memory.view(*many, width // 64, rows // 64, 64, 64)
         return _Tile(boxes.movedim(-4, -2))
@@ -170,7 +172,10 @@ class _Tile:
         return _Tile(self.view[_inside(i, len(self.view))])
 
     def slice(self, start: int, length: int, dim: int) -> _Tile:
-        return _Tile(self.view[start // 64 : (start + length) // 64])
+        if dim == 0:
+            return _Tile(self.view[start // 64 : (start + length) // 64])
+        chunks = self.view[:, :, start // 64 : -(-(start + length) // 64)]
+        return _Tile(chunks[..., start % 64 : start % 64 + min(length, 64)])
 
     def permute(self, order: tuple[int, int]) -> _Tile:
         return _Tile(self.view, not self.transposed)
@@ -294,6 +299,16 @@ def _store_box(desc: _Descriptor, at: list[int], box: Tensor) -> None:
     _machine.own("stores").append(land)
 
 
+def _add_box(desc: _Descriptor, at: list[int], box: _Tile) -> None:
+    def land() -> None:
+        if list(box.shape) != list(desc.block):
+            raise SimulationError("a box of the wrong shape")
+        outer, inner = desc.region(at)
+        desc.tensor[outer] += box.view[inner]
+
+    _machine.own("stores").append(land)
+
+
 def _store_wait(pending: int) -> None:
     stores = _machine.own("stores")
     while len(stores) > pending:
@@ -380,7 +395,7 @@ def _language() -> Any:
         SliceLayout=no_layout, SwizzledSharedLayout=no_layout,
         program_id=lambda axis: _Int(_machine.block),
         num_programs=lambda axis: _Int(_machine.blocks),
-        static_range=range,
+        static_range=range, static_assert=lambda condition: None,
         load=_load, store=_store, allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,
         minimum=_either(torch.minimum, min), maximum=_either(torch.maximum, max),
@@ -391,6 +406,7 @@ def _language() -> Any:
         convert_layout=lambda x, layout: x,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
         where=torch.where,
         sum=lambda x, axis: x.sum(axis),
         max=lambda x, axis: x.amax(axis),
@@ -410,6 +426,7 @@ def _as_python() -> dict[str, Callable[..., Any]]:
     known: dict[str, Any] = {
         "gl": _language(), "mbarrier": barrier, "tma": tma, "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait, "fence_async_shared": lambda: None,
+        "async_add_shared_to_global": _add_box,
     }  # fmt: skip
     # In inline assembly, which a 16-bit tensor stands in for.
     replaced: dict[str, Any] = {
@@ -466,6 +483,26 @@ def _heaviest_first(first: Tensor, second: Tensor) -> Tensor:
     return (first + second).argsort(dim=1, descending=True, stable=True).int()
 
 
+def _row_schedule(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor) -> Tensor:
+    entries = []
+    for b, order in enumerate(_heaviest_first(counts, full).tolist()):
+        for row in order:
+            lists = {1: tiles[b, row, : counts[b, row]], 2: full_tiles[b, row, : full[b, row]]}
+            odd = {state: len(listed) % 2 for state, listed in lists.items()}
+            if any(odd.values()):
+                first = [
+                    (int(lists[state][0]), state) if odd[state] else (0, 0) for state in (2, 1)
+                ]
+            else:
+                state = next((state for state, listed in lists.items() if len(listed)), 0)
+                first = (
+                    [(int(tile), state) for tile in lists[state][:2]] if state else [(0, 0)] * 2
+                )
+            codes = [4 * tile + state for tile, state in first]
+            entries.append([row, len(lists[1]), len(lists[2]), *codes, 0, 0, 0])
+    return torch.tensor(entries, dtype=torch.int32).view(*counts.shape, 8)
+
+
 def _merge_lists(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor) -> Any:
     batch, key_tiles, width = tiles.shape
     pairs = (key_tiles + 1) // 2
@@ -477,7 +514,7 @@ def _merge_lists(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor
             state[b, key, tiles[b, key, : int(counts[b, key])].long()] = 1
             state[b, key, full_tiles[b, key, : int(full[b, key])].long()] = 2
         for pair in range(pairs):
-            for tile in range(width):
+            for tile in reversed(range(width)):
                 x, y = state[b, 2 * pair : 2 * pair + 2, tile].tolist()
                 kind = int(x == y == 2)
                 if x + y:
@@ -500,6 +537,11 @@ def _row_statistics(
     return stats.unflatten(-1, (tiles, 64)).transpose(2, 3).contiguous()
 
 
+def _finish_dq(acc: Tensor, dq: Tensor, scale: float) -> None:
+    rows = acc.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(-3).flatten(2, 5)
+    dq.copy_(scale * rows[:, :, : dq.shape[2], : dq.shape[3]])
+
+
 @contextmanager
 def simulated(blocks: int, late: bool) -> Iterator[None]:
     """Within it ``forward`` and ``backward`` run on the CPU.
@@ -509,20 +551,29 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
         late: loads land when their barrier is waited for, instead of at once.
     """
     functions = _as_python()
-    hosts = {name: sys.modules[PACKAGE + name] for name in ("forward", "backward")}
+    hosts = {
+        name: sys.modules[PACKAGE + name] for name in ("forward", "backward", "fast_backward")
+    }
     with mock.patch.object(hosts["forward"], "multiprocessors", return_value=blocks):
         patches = [mock.patch.object(hosts["backward"], "multiprocessors", return_value=blocks)]
         for host, kernel in (
-            ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel")
+            ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel"),
+            ("fast_backward", "fast_backward_kernel"),
         ):  # fmt: skip
             names = [p.name for p in getattr(hosts[host], kernel).params]
             launcher = _Launcher(functions[kernel], names, late)
             patches.append(mock.patch.object(hosts[host], kernel, launcher))
         patches += [
-            mock.patch.object(hosts["forward"], "heaviest_first", _heaviest_first),
+            mock.patch.object(hosts["forward"], "row_schedule", _row_schedule),
+            mock.patch.object(hosts["backward"], "row_schedule", _row_schedule),
             mock.patch.object(hosts["backward"], "heaviest_first", _heaviest_first),
             mock.patch.object(hosts["backward"], "merge_lists", _merge_lists),
             mock.patch.object(hosts["backward"], "row_statistics", _row_statistics),
+            mock.patch.object(hosts["fast_backward"], "multiprocessors", return_value=blocks),
+            mock.patch.object(hosts["fast_backward"], "heaviest_first", _heaviest_first),
+            mock.patch.object(hosts["fast_backward"], "merge_lists", _merge_lists),
+            mock.patch.object(hosts["fast_backward"], "row_statistics", _row_statistics),
+            mock.patch.object(hosts["fast_backward"], "finish_dq", _finish_dq),
         ]
         for patch in patches:
             patch.start()

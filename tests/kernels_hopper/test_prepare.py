@@ -15,7 +15,10 @@ pytest.importorskip("triton.experimental.gluon")
 SCRIPT = """
 import torch
 from tree_attn_op.blocks import lists_of
-from tree_attn_op.kernels.hopper.prepare import heaviest_first, merge_lists, row_statistics
+from tests.kernels_hopper.simulating import _row_schedule
+from tree_attn_op.kernels.hopper.prepare import (
+    heaviest_first, merge_lists, row_schedule, row_statistics
+)
 
 torch.manual_seed(20261130)
 for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1)):
@@ -32,9 +35,13 @@ for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1)):
                 if x + y > 0
             ]
             mixed, full = counts[b, pair].tolist()
+            codes.reverse()
             assert entries[b, pair, :mixed].tolist() == [c for c, is_full in codes if not is_full]
             back = entries[b, pair].flip(0)[:full].tolist()
             assert back == [c for c, is_full in codes if is_full]
+    query_side = [x.squeeze(1) for x in lists_of(state)[:4]]
+    found = row_schedule(*query_side)
+    assert torch.equal(found[..., :5], _row_schedule(*query_side)[..., :5])
     cost = (counts[..., 0] + counts[..., 1]).float()
     order = heaviest_first(counts[..., 0], counts[..., 1])
     assert torch.equal(order.long(), cost.argsort(dim=1, descending=True, stable=True))

@@ -21,7 +21,7 @@ from .launch import (
     statistics_of,
     value_rows,
 )
-from .prepare import heaviest_first, merge_lists, row_statistics
+from .prepare import heaviest_first, merge_lists, row_schedule, row_statistics
 
 
 def backward(
@@ -112,7 +112,7 @@ def backward(
     head_items = heads // 2 if packed else heads
     dq_kernel[(min(q_tiles * batch * head_items, blocks),)](
         q_desc, do_desc, k_desc, v_desc, boxes_of(dq), stats, q_rows, k_rows,
-        heaviest_first(query_side[0], query_side[2]), *query_side, *strides,
+        row_schedule(*query_side), query_side[1], query_side[3], *strides,
         q_tiles if list_batches > 1 else 0, q_tiles, query_side[1].shape[2],
         batch, head_items, heads, q_len, kv_len, q_tiles * step_tiles, scale, scale * LOG2E,
         PACKED=packed, STAGES=dq_config.stages, REGISTERS=dq_config.registers,

@@ -18,7 +18,15 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
-from .schedule import KEY_TILE, load_first_pair, load_row, load_tile, split_pairs, turns_of_block
+from .schedule import (
+    KEY_TILE,
+    heads_of_row,
+    load_row,
+    load_tile,
+    rows_of,
+    split_pairs,
+    turns_of_block,
+)
 
 
 @gluon.jit
@@ -29,12 +37,15 @@ def _producer(
 ):  # fmt: skip
     q_full, k_full, k_empty, v_full, v_empty = bars
     step = 0
-    for turn in range(turns_of_block(lists[6] * lists[8] * lists[9])):
-        batch, head, kv_head, q_tile, list_row, partials, fulls = load_row(
-            turn, lists, GROUP, PACKED
+    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    for turn in range(turns_of_block(rows_of(lists))):
+        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
+            turn + 1, lists
         )
+        batch, head, kv_head = heads_of_row(turn, lists, GROUP, PACKED)
+        list_row = batch * lists[3] + q_tile
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
-        token_0, token_1 = first_tokens(list_row, partials, fulls, lists, kv_len)
+        token_0, token_1 = first_tokens(first_0, first_1, kv_len)
         if step > 0:
             # Q and dO are read for the last time just before the row's last V is freed.
             last = step - 1
@@ -55,6 +66,8 @@ def _producer(
                 pair, partial_start, partial_pairs, full_start, list_row, lists
             )
             step += 1
+        q_tile, partials, fulls = next_q_tile, next_partials, next_fulls
+        first_0, first_1 = next_first_0, next_first_1
 
 
 @gluon.jit
@@ -96,6 +109,22 @@ def _accumulate(
 
 
 @gluon.jit
+def _rows_of_consumer(
+    batch, head, q_tile, stats, stats_tiles, heads, GROUP_INDEX: gl.constexpr,
+    PACKED: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """A consumer's half of a row: ``(head, first token, lse in base 2, delta)`` of its 64 rows."""
+    q_token = q_tile * (64 if PACKED else 128)
+    if PACKED:
+        head += GROUP_INDEX
+    else:
+        q_token += GROUP_INDEX * 64
+    stats_row = (batch * heads + head).to(gl.int64) * stats_tiles + q_token // 64
+    row_stats = stats + stats_row * 128 + gl.arange(0, 64, ROW)
+    return head, q_token, gl.load(row_stats), gl.load(row_stats + 64)
+
+
+@gluon.jit
 def _consumer(
     GROUP_INDEX: gl.constexpr, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars,
     lists, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
@@ -113,32 +142,25 @@ def _consumer(
     q = q_smem.index(GROUP_INDEX)
     do = do_smem.index(GROUP_INDEX)
     dq_tile = dq_smem.index(GROUP_INDEX)
-    partial_tiles = lists[2]
-    full_tiles = lists[4]
-    kv_tiles = lists[7]
+    partial_tiles = lists[1]
+    full_tiles = lists[2]
+    kv_tiles = lists[5]
     # ``step`` counts pairs over all rows.
     step = 0
-    for turn in range(turns_of_block(lists[6] * lists[8] * lists[9])):
-        batch, head, _kv_head, q_tile, list_row, partials, fulls = load_row(
-            turn, lists, GROUP, PACKED
-        )
-        tile_0, state_0, tile_1, state_1 = load_first_pair(list_row, partials, fulls, lists)
+    batch, head, _kv_head = heads_of_row(0, lists, GROUP, PACKED)
+    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    list_row = batch * lists[3] + q_tile
+    head, q_token, row_lse, row_delta = _rows_of_consumer(
+        batch, head, q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
+    )
+    for turn in range(turns_of_block(rows_of(lists))):
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
-        q_token = q_tile * (ROWS if PACKED else 2 * ROWS)
-        if PACKED:
-            head += GROUP_INDEX
-        else:
-            q_token += GROUP_INDEX * ROWS
-        stats_row = (batch * heads + head).to(gl.int64) * stats_tiles + q_token // 64
-        row_stats = stats + stats_row * 128
-        row_lse = gl.load(row_stats + gl.arange(0, ROWS, ROW))
-        row_delta = gl.load(row_stats + 64 + gl.arange(0, ROWS, ROW))
         dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         mbarrier.wait(q_full, turn & 1)
 
         s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
         s = mask_first_pair(
-            s, q_token, tile_0, state_0, tile_1, state_1, batch, values, q_len, kv_len,
+            s, q_token, first_0, first_1, batch, values, q_len, kv_len,
             PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
         )  # fmt: skip
         dq = _accumulate(
@@ -174,6 +196,10 @@ def _consumer(
                 STAGES, P_LAYOUT,
             )  # fmt: skip
             step += 1
+        # On its way while this row is stored. Any earlier, it would take registers in the loops.
+        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
+            turn + 1, lists
+        )
         tma.store_wait(0)
         dq_tile.store((dq * scale).to(q_smem.dtype))
         fence_async_shared()
@@ -182,6 +208,12 @@ def _consumer(
                 dq_desc, [batch, head, q_token, chunk * 64],
                 dq_boxes.index(GROUP_INDEX * QK_CHUNKS + chunk),
             )  # fmt: skip
+        batch, head, _kv_head = heads_of_row(turn + 1, lists, GROUP, PACKED)
+        head, q_token, row_lse, row_delta = _rows_of_consumer(
+            batch, head, next_q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
+        )
+        list_row = batch * lists[3] + next_q_tile
+        partials, fulls, first_0, first_1 = next_partials, next_fulls, next_first_0, next_first_1
     tma.store_wait(0)
 
 
@@ -196,7 +228,7 @@ _SIZES = (
 @gluon.jit(do_not_specialize=_SIZES)
 def dq_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, stats, q_vals, k_vals,
-    order, partial_counts, partial_tiles, full_counts, full_tiles,
+    schedule, partial_tiles, full_tiles,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, q_tiles, kv_tiles,
     batches, head_items, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
@@ -230,7 +262,7 @@ def dq_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     lists = (
-        order, partial_counts, partial_tiles, full_counts, full_tiles,
+        schedule, partial_tiles, full_tiles,
         list_batch_rows, q_tiles, kv_tiles, batches, head_items,
     )  # fmt: skip
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)

@@ -18,7 +18,7 @@ from .launch import (
     program_of,
     value_rows,
 )
-from .prepare import heaviest_first
+from .prepare import row_schedule
 
 
 def forward(
@@ -66,8 +66,8 @@ def forward(
     config = config or FORWARD[max(qk_chunks, v_chunks)]
     forward_kernel[(min(rows, multiprocessors(query.device)),)](
         boxes_of(query), boxes_of(key), boxes_of(value), boxes_of(out), lse, q_rows, k_rows,
-        heaviest_first(partial_counts, full_counts),
-        partial_counts, partial_tiles, full_counts, full_tiles,
+        row_schedule(partial_counts, partial_tiles, full_counts, full_tiles),
+        partial_tiles, full_tiles,
         q_batch_stride, q_stride, k_batch_stride, k_stride,
         q_tiles if list_batches > 1 else 0, q_tiles, partial_tiles.shape[2],
         batch, head_items, heads, q_len, kv_len, scale * LOG2E,

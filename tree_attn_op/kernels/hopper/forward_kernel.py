@@ -23,7 +23,15 @@ from .compat import (
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler, pack_pairs, unpack_pairs
 from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
-from .schedule import KEY_TILE, load_first_pair, load_row, load_tile, split_pairs, turns_of_block
+from .schedule import (
+    KEY_TILE,
+    heads_of_row,
+    load_row,
+    load_tile,
+    rows_of,
+    split_pairs,
+    turns_of_block,
+)
 
 _NOTHING_SEEN = gl.constexpr(-1e38)
 """Running maximum of a row that has seen no key: finite, so that no difference is NaN."""
@@ -43,10 +51,13 @@ def _producer(
     v_head = 0
     v_token_0 = 0
     v_token_1 = 0
-    for turn in range(turns_of_block(lists[6] * lists[8] * lists[9])):
-        batch, head, kv_head, q_tile, list_row, partials, fulls = load_row(
-            turn, lists, GROUP, PACKED
+    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    for turn in range(turns_of_block(rows_of(lists))):
+        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
+            turn + 1, lists
         )
+        batch, head, kv_head = heads_of_row(turn, lists, GROUP, PACKED)
+        list_row = batch * lists[3] + q_tile
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         slot = turn & 1
         mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)
@@ -55,7 +66,7 @@ def _producer(
             q_desc, batch, head, q_tile, q_full.index(slot), q_boxes, slot * (2 * QK_CHUNKS),
             PACKED, QK_CHUNKS,
         )  # fmt: skip
-        token_0, token_1 = first_tokens(list_row, partials, fulls, lists, kv_len)
+        token_0, token_1 = first_tokens(first_0, first_1, kv_len)
         for pair in range(1 + partial_pairs + full_pairs):
             load_pair(
                 k_desc, batch, kv_head, token_0, token_1, k_full, k_empty, k_boxes, step,
@@ -71,6 +82,8 @@ def _producer(
                 pair, partial_start, partial_pairs, full_start, list_row, lists
             )
             step += 1
+        q_tile, partials, fulls = next_q_tile, next_partials, next_fulls
+        first_0, first_1 = next_first_0, next_first_1
     # The consumers run one tile ahead: a tile behind the last key, whose scores nobody uses.
     load_pair(
         k_desc, v_batch, v_head, kv_len, kv_len, k_full, k_empty, k_boxes, step,
@@ -157,12 +170,13 @@ def _consumer(
     o_tile = o_smem.index(GROUP_INDEX)
     no_peak = gl.full([ROWS], _NOTHING_SEEN, gl.float32, ROW)
 
-    partial_tiles = lists[2]
-    full_tiles = lists[4]
-    kv_tiles = lists[7]
-    turns = turns_of_block(lists[6] * lists[8] * lists[9])
-    batch, head, _kv_head, q_tile, list_row, partials, fulls = load_row(0, lists, GROUP, PACKED)
-    tile_0, state_0, tile_1, state_1 = load_first_pair(list_row, partials, fulls, lists)
+    partial_tiles = lists[1]
+    full_tiles = lists[2]
+    kv_tiles = lists[5]
+    turns = turns_of_block(rows_of(lists))
+    batch, head, _kv_head = heads_of_row(0, lists, GROUP, PACKED)
+    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    list_row = batch * lists[3] + q_tile
     if PACKED:
         q_token = q_tile * ROWS
         head += GROUP_INDEX
@@ -177,7 +191,7 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(0))
     s = mask_first_pair(
-        s, q_token, tile_0, state_0, tile_1, state_1, batch, values, q_len, kv_len,
+        s, q_token, first_0, first_1, batch, values, q_len, kv_len,
         PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
     )  # fmt: skip
     p, peak, decay = _softmax(s, no_peak, scale_log2)
@@ -187,12 +201,8 @@ def _consumer(
     # ``step`` counts tiles over all rows; ``p`` holds the probabilities of the tile before it.
     step = 1
     for turn in range(turns):
-        (
-            next_batch, next_head, _next_kv_head, next_q_tile, next_list_row, next_partials,
-            next_fulls,
-        ) = load_row(turn + 1, lists, GROUP, PACKED)  # fmt: skip
-        next_0, next_state_0, next_1, next_state_1 = load_first_pair(
-            next_list_row, next_partials, next_fulls, lists
+        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
+            turn + 1, lists
         )
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         q_index = (turn & 1) * 2 + GROUP_INDEX
@@ -239,6 +249,7 @@ def _consumer(
         # The scores of the next row's first tile, under the end of this row.
         mbarrier.arrive(q_empty.index(turn & 1))
         slot = (turn + 1) & 1
+        next_batch, next_head, _next_kv_head = heads_of_row(turn + 1, lists, GROUP, PACKED)
         next_token = next_q_tile * (ROWS if PACKED else 2 * ROWS)
         if PACKED:
             next_head += GROUP_INDEX
@@ -250,8 +261,8 @@ def _consumer(
             v_full, STAGES, S_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         s = mask_first_pair(
-            s, next_token, next_0, next_state_0, next_1, next_state_1, next_batch, values, q_len,
-            kv_len, PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
+            s, next_token, next_first_0, next_first_1, next_batch, values, q_len, kv_len,
+            PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
         )  # fmt: skip
         p, next_peak, decay = _softmax(s, no_peak, scale_log2)
         next_norm = _sum_in_thread(p, KEYS)
@@ -275,7 +286,8 @@ def _consumer(
         lse_row = lse + (batch * heads + head).to(gl.int64) * q_len
         gl.store(lse_row + row, row_lse, mask=row < q_len)
 
-        batch, head, q_token, list_row = next_batch, next_head, next_token, next_list_row
+        batch, head, q_token = next_batch, next_head, next_token
+        list_row = next_batch * lists[3] + next_q_tile
         partials, fulls, peak, norm = next_partials, next_fulls, next_peak, next_norm
     tma.store_wait(0)
 
@@ -291,7 +303,7 @@ _SIZES = (
 @gluon.jit(do_not_specialize=_SIZES)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, q_vals, k_vals,
-    order, partial_counts, partial_tiles, full_counts, full_tiles,
+    schedule, partial_tiles, full_tiles,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, q_tiles, kv_tiles,
     batches, head_items, heads, q_len, kv_len, scale_log2,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
@@ -327,7 +339,7 @@ def forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     lists = (
-        order, partial_counts, partial_tiles, full_counts, full_tiles,
+        schedule, partial_tiles, full_tiles,
         list_batch_rows, q_tiles, kv_tiles, batches, head_items,
     )  # fmt: skip
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,13 @@ from .compat import TensorDescriptor, gl
 LOG2E = 1.4426950408889634
 
 
+@lru_cache
+def _box_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout in shared memory of a box; making one costs as much as a launch."""
+    types = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for(list(shape), types[dtype])
+
+
 def boxes_of(tensor: Tensor) -> TensorDescriptor:
     """A TMA descriptor of boxes of 64 tokens by 64 columns of a ``[B, H, S, D]`` tensor."""
     # The stride of a dimension of size 1 means nothing in PyTorch but must be aligned for TMA.
@@ -20,14 +29,14 @@ def boxes_of(tensor: Tensor) -> TensorDescriptor:
         aligned if size == 1 else stride
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     ]
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, 64, 64], layout)
+    box = (1, 1, 64, 64)
+    layout = _box_layout(box, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(box), layout)
 
 
 def statistics_of(stats: Tensor) -> TensorDescriptor:
     """A TMA descriptor of the rows of 64 numbers in ``row_statistics``' result."""
-    layout = gl.NVMMASharedLayout.get_default_for([1, 64], gl.float32)
+    layout = _box_layout((1, 64), torch.float32)
     return TensorDescriptor(stats, [stats.numel() // 64, 64], [64, 1], [1, 64], layout)
 
 
@@ -53,6 +62,7 @@ def chunks(width: int) -> int:
     return -(-width // 64)
 
 
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors: the persistent grids have a block for each."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,7 +7,7 @@ Every load is a box of 64 tokens by 64 columns (128 bytes, the widest swizzle), 
 from __future__ import annotations
 
 from .compat import gl, gluon, mbarrier, tma
-from .schedule import KEY_TILE, load_first_pair, load_tile
+from .schedule import KEY_TILE, first_tile, load_tile
 
 
 @gluon.jit
@@ -55,9 +55,10 @@ def load_query_rows(
 
 
 @gluon.jit
-def first_tokens(list_row, partials, fulls, lists, kv_len):
+def first_tokens(first_0, first_1, kv_len):
     """First key tokens of a row's first pair; a dead tile's lies behind the last key."""
-    tile_0, state_0, tile_1, state_1 = load_first_pair(list_row, partials, fulls, lists)
+    tile_0, state_0 = first_tile(first_0)
+    tile_1, state_1 = first_tile(first_1)
     token_0 = tile_0 * KEY_TILE
     token_1 = tile_1 * KEY_TILE
     if state_0 == 0:
@@ -70,11 +71,11 @@ def first_tokens(list_row, partials, fulls, lists, kv_len):
 @gluon.jit
 def later_tokens(pair, partial_start, partial_pairs, full_start, list_row, lists):
     """First key tokens of a row's ``pair``-th pair after the first one."""
-    tiles = lists[2]
+    tiles = lists[1]
     index = partial_start + 2 * pair
     if pair >= partial_pairs:
-        tiles = lists[4]
+        tiles = lists[2]
         index = full_start + 2 * (pair - partial_pairs)
-    token_0 = load_tile(tiles, index, list_row, lists[7]) * KEY_TILE
-    token_1 = load_tile(tiles, index + 1, list_row, lists[7]) * KEY_TILE
+    token_0 = load_tile(tiles, index, list_row, lists[5]) * KEY_TILE
+    token_1 = load_tile(tiles, index + 1, list_row, lists[5]) * KEY_TILE
     return token_0, token_1

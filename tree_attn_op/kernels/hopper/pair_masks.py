@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .compat import gl, gluon
 from .masking import evaluate
-from .schedule import KEY_TILE
+from .schedule import KEY_TILE, first_tile
 
 
 @gluon.jit
@@ -65,15 +65,13 @@ def mask_tail(scores, tile_0, tile_1, kv_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def mask_first_pair(
-    scores, q_token, tile_0, state_0, tile_1, state_1, batch, values, q_len, kv_len,
+    scores, q_token, first_0, first_1, batch, values, q_len, kv_len,
     PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores of two tiles of any state: -inf for hidden keys and in dead tiles."""
-    # The values are read in a dead tile too: anywhere within the sequence will do.
-    if state_0 == 0:
-        tile_0 = 0
-    if state_1 == 0:
-        tile_1 = 0
+    """Scores of a row's first pair, of any states: -inf for hidden keys and in dead tiles."""
+    tile_0, state_0 = first_tile(first_0)
+    tile_1, state_1 = first_tile(first_1)
+    # A dead tile has number 0: its values are read too, and lie within the sequence.
     seen = _evaluate_pair(
         q_token, tile_0, tile_1, batch, values, q_len, kv_len, PROGRAM, Q_TAIL, KV_TAIL,
         scores.shape[0], LAYOUT,

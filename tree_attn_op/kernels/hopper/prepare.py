@@ -47,6 +47,72 @@ def heaviest_first(first: Tensor, second: Tensor) -> Tensor:
 
 
 @triton.jit
+def _schedule_kernel(
+    partial_counts, partial_tiles, full_counts, full_tiles, schedule, count, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * count
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = mine < count
+    partials = tl.load(partial_counts + row + mine, valid, 0)
+    fulls = tl.load(full_counts + row + mine, valid, 0)
+    cost = partials + fulls
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        there = other < count
+        other_cost = tl.load(partial_counts + row + other, there, 0)
+        other_cost += tl.load(full_counts + row + other, there, 0)
+        heavier = other_cost[None, :] > cost[:, None]
+        earlier = (other_cost[None, :] == cost[:, None]) & (other[None, :] < mine[:, None])
+        rank += tl.sum(((heavier | earlier) & there[None, :]).to(tl.int32), 1)
+    # The first pair: an odd count gives it its first tile, two even ones give it two of one kind.
+    even = ((partials | fulls) & 1) == 0
+    both = tl.where(partials > 0, 1, tl.where(fulls > 0, 2, 0))
+    state_0 = tl.where(even, both, (fulls & 1) * 2)
+    state_1 = tl.where(even, both, partials & 1)
+    list_row = (row + mine) * width
+    tile_0 = tl.load(partial_tiles + list_row, state_0 == 1, 0)
+    tile_0 += tl.load(full_tiles + list_row, state_0 == 2, 0)
+    second = even.to(tl.int32)
+    tile_1 = tl.load(partial_tiles + list_row + second, state_1 == 1, 0)
+    tile_1 += tl.load(full_tiles + list_row + second, state_1 == 2, 0)
+    entry = schedule + (row + rank) * 8
+    tl.store(entry, mine, valid)
+    tl.store(entry + 1, partials, valid)
+    tl.store(entry + 2, fulls, valid)
+    tl.store(entry + 3, tile_0 * 4 + state_0, valid)
+    tl.store(entry + 4, tile_1 * 4 + state_1, valid)
+
+
+def row_schedule(
+    partial_counts: Tensor, partial_tiles: Tensor, full_counts: Tensor, full_tiles: Tensor
+) -> Tensor:
+    """The query tiles by falling cost, each with what a block must know before it visits one.
+
+    In one place, so that a block gets it with one wait for memory, a row ahead of its use.
+
+    Args:
+        partial_counts, full_counts: int32 ``[batch, q_tiles]``, dense.
+        partial_tiles, full_tiles: int32 ``[batch, q_tiles, kv_tiles]``, dense.
+
+    Returns:
+        int32 ``[batch, q_tiles, 8]``; equal costs in the order of tiles. An entry is
+        ``(q_tile, partials, fulls, first_0, first_1, ...)``, the last three unused. The first pair
+        of key tiles (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a
+        state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
+    """
+    batch, count, width = partial_tiles.shape
+    schedule = torch.empty((batch, count, 8), dtype=torch.int32, device=partial_tiles.device)
+    grid = (triton.cdiv(count, _BLOCK), batch)
+    _schedule_kernel[grid](
+        partial_counts, partial_tiles, full_counts, full_tiles, schedule, count, width,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return schedule
+
+
+@triton.jit
 def _scatter_states(states, counts, tiles, row, width, STATE: tl.constexpr, BLOCK: tl.constexpr):
     count = tl.load(counts + row)
     for start in range(0, width, BLOCK):
@@ -80,8 +146,8 @@ def _merge_kernel(
     full_seen = 0
     out = entries + merged_row.to(tl.int64) * width
     for start in range(0, width, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        valid = index < width
+        index = width - 1 - start - tl.arange(0, BLOCK)
+        valid = index >= 0
         state_0 = tl.load(states + index, valid, 0).to(tl.int32)
         state_1 = tl.load(states + width + index, valid, 0).to(tl.int32)
         full = ((state_0 == 2) & (state_1 == 2)).to(tl.int32)
@@ -108,7 +174,9 @@ def merge_lists(
         ``(counts, entries)``, int32 ``[batch, key_pairs, 2]`` and ``[batch, key_pairs,
         query_tiles]``. An entry is ``16 * query_tile + 4 * state + state`` with the states of the
         two key tiles: 0 hidden, 1 partial, 2 full. ``counts[..., 0]`` entries from the front are
-        all that are not full for both, ``counts[..., 1]`` from the back are full for both.
+        all that are not full for both, ``counts[..., 1]`` from the back are full for both. Both
+        run from the last query tile to the first: keys of a branch have their last descendants
+        in common, so that blocks that work on them side by side read the same queries.
     """
     batch, key_tiles, width = tiles.shape
     key_pairs = (key_tiles + 1) // 2

@@ -42,35 +42,46 @@ def position_of_turn(turn, rows):
 
 
 @gluon.jit
-def load_row(turn, lists, GROUP: gl.constexpr, PACKED: gl.constexpr):
-    """The ``turn``-th row of this block.
+def rows_of(lists):
+    """Number of rows in all."""
+    return lists[4] * lists[6] * lists[7]
+
+
+@gluon.jit
+def load_row(turn, lists):
+    """What the schedule says of the ``turn``-th row of this block.
 
     Args:
-        lists: ``(order, partial_counts, partial_tiles, full_counts, full_tiles, list_batch_rows,
-            q_tiles, kv_tiles, batches, head_items)``. ``order`` is ``[batch of lists, q_tiles]``,
-            query tiles by falling cost; the others are BlockMask lists without their head
-            dimension. ``list_batch_rows`` is ``q_tiles``, or 0 where all batches share one list.
+        lists: ``(schedule, partial_tiles, full_tiles, list_batch_rows, q_tiles, kv_tiles, batches,
+            head_items)``. ``schedule`` is what ``row_schedule`` returns; the next two are
+            BlockMask lists without their head dimension. ``list_batch_rows`` is ``q_tiles``, or 0
+            where all batches share one list.
 
     Returns:
-        ``(batch, head, kv_head, q_tile, list_row, partials, fulls)``: ``head`` is the first of the
-        pair if packed; ``list_row`` is the row in the lists; then its numbers of tiles.
+        ``(q_tile, partials, fulls, first_0, first_1)``: a tile, its numbers of key tiles and its
+        first pair. Loaded a row ahead: nothing here waits for another load.
     """
-    (
-        order, partial_counts, _partial_tiles, full_counts, _full_tiles,
-        list_batch_rows, q_tiles, _kv_tiles, batches, head_items,
-    ) = lists  # fmt: skip
-    position = position_of_turn(turn, q_tiles * batches * head_items)
-    rank = position // (batches * head_items)
-    rest = position % (batches * head_items)
-    batch = rest // head_items
-    head = rest % head_items
+    position = position_of_turn(turn, rows_of(lists))
+    rank = position // (lists[6] * lists[7])
+    batch = position % (lists[6] * lists[7]) // lists[7]
+    entry = lists[0] + (batch * lists[3] + rank).to(gl.int64) * 8
+    q_tile = gl.load(entry)
+    partials = gl.load(entry + 1)
+    fulls = gl.load(entry + 2)
+    first_0 = gl.load(entry + 3)
+    first_1 = gl.load(entry + 4)
+    return q_tile, partials, fulls, first_0, first_1
+
+
+@gluon.jit
+def heads_of_row(turn, lists, GROUP: gl.constexpr, PACKED: gl.constexpr):
+    """Whose the ``turn``-th row is: ``(batch, head, kv_head)``; packed, the first of two heads."""
+    position = position_of_turn(turn, rows_of(lists))
+    rest = position % (lists[6] * lists[7])
+    head = rest % lists[7]
     if PACKED:
         head = head * 2
-    q_tile = gl.load(order + batch * list_batch_rows + rank)
-    list_row = batch * list_batch_rows + q_tile
-    partials = gl.load(partial_counts + list_row)
-    fulls = gl.load(full_counts + list_row)
-    return batch, head, head // GROUP, q_tile, list_row, partials, fulls
+    return rest // lists[7], head, head // GROUP
 
 
 @gluon.jit
@@ -107,29 +118,6 @@ def load_tile(tiles, index, list_row, kv_tiles):
 
 
 @gluon.jit
-def load_first_pair(list_row, partials, fulls, lists):
-    """The first pair of a row.
-
-    Returns:
-        ``(tile_0, state_0, tile_1, state_1)``: numbers of the tiles, and 0 for a dead, 1 for a
-        partial, 2 for a full one. The number of a dead tile means nothing.
-    """
-    kv_tiles = lists[7]
-    state_0 = (fulls & 1) * 2
-    state_1 = partials & 1
-    pointer_0 = lists[4]
-    pointer_1 = lists[2]
-    second = 0
-    if ((partials | fulls) & 1) == 0:
-        second = 1
-        if partials > 0:
-            state_0 = 1
-            state_1 = 1
-            pointer_0 = lists[2]
-        elif fulls > 0:
-            state_0 = 2
-            state_1 = 2
-            pointer_1 = lists[4]
-    tile_0 = load_tile(pointer_0, 0, list_row, kv_tiles)
-    tile_1 = load_tile(pointer_1, second, list_row, kv_tiles)
-    return tile_0, state_0, tile_1, state_1
+def first_tile(first):
+    """Number and state of a tile of a row's first pair: 0 dead, 1 partial, 2 full."""
+    return first >> 2, first & 3
