@@ -43,6 +43,8 @@ WORKLOADS = (
     "tinyleaf_16k",
 )
 PREDICATE = "q >= k & q < k0"
+PARTS = ("forward", "backward", "fast")
+"""The forward, the deterministic backward, and the one that is not."""
 TREES = {
     128: ("tree", "tree_long", "tree_tail", "causal", "many_rows"),
     64: ("dim_64", "dim_64_causal"),
@@ -93,24 +95,39 @@ def backward_variants(dim: int) -> dict[str, Any]:
         return {
             "backward": (dkdv, dq),
             "backward 2 heads": (replace(dkdv, step_heads=2, stages=3), dq),
-            "backward 2 stages": (replace(dkdv, stages=2), replace(dq, stages=2)),
+            "backward 4 stages": (replace(dkdv, stages=4), replace(dq, stages=4)),
         }
     return {"backward": (dkdv, dq), "backward 3 stages": (replace(dkdv, stages=3), dq)}
 
 
-def _compile(job: tuple[Any, Any, tuple[Any, Any]]) -> None:
+def fast_variants(dim: int) -> dict[str, Any]:
+    """Configurations of the backward in one kernel to time, the default first."""
+    from tree_attn_op.kernels.hopper.fast_backward import FAST
+
+    default = FAST[-(-dim // 64)]
+    if dim == 64:
+        return {"fast": default, "fast 2 stages": replace(default, stages=2)}
+    return {"fast": default}
+
+
+def _compile(job: tuple[str, Any, tuple[Any, ...]]) -> None:
     from tests.kernels_hopper.cases import Problem
     from tests.kernels_hopper.compiling import compile_only
 
-    case, config, configs = job
+    parts, case, configs = job
     torch.set_num_threads(1)
     problem = Problem(case, 0, device="cpu")
+    out, lse = torch.empty_like(problem.grad_out), problem.query.new_empty(problem.query.shape[:3])
     with compile_only():
-        out, lse = problem.forward(config)
-        problem.backward(out, lse, *configs)
+        if parts == "forward":
+            problem.forward(*configs)
+        elif parts == "backward":
+            problem.backward(out, lse.float(), *configs)
+        else:
+            problem.fast_backward(out, lse.float(), *configs)
 
 
-def compile_all() -> None:
+def compile_all(wanted: list[str]) -> None:
     """Compiles all that is checked and timed into Triton's cache, on all cores."""
     from tests.kernels_hopper.cases import CASES, Case
 
@@ -123,11 +140,15 @@ def compile_all() -> None:
         return kinds, group, q_tail, case.kv_len % 64 != 0, dims, case.grad_lse
 
     cases = {kernels_of(case): case for case in CASES}.values()
-    jobs: list[tuple[Any, Any, tuple[Any, Any]]] = [(case, None, (None, None)) for case in cases]
+    jobs: list[tuple[str, Any, tuple[Any, ...]]] = []
     for dim in (128, 64):
         case = Case("timed", PREDICATE, 256, 256, head_dim=dim, grad_lse=False)
-        jobs += [(case, config, (None, None)) for config in forward_variants(dim).values()]
-        jobs += [(case, None, configs) for configs in backward_variants(dim).values()]
+        jobs += [("forward", case, (config,)) for config in forward_variants(dim).values()]
+        if "backward" in wanted:
+            jobs += [("backward", case, configs) for configs in backward_variants(dim).values()]
+        if "fast" in wanted:
+            jobs += [("fast", case, (config,)) for config in fast_variants(dim).values()]
+    jobs += [(parts, case, ()) for case in cases for parts in wanted]
     with multiprocessing.get_context("fork").Pool() as pool:
         pool.map(_compile, jobs, chunksize=1)
 
@@ -153,7 +174,11 @@ class _Noted:
 
 
 def _note_kernels() -> None:
-    for host, *names in (("forward", "forward_kernel"), ("backward", "dkdv_kernel", "dq_kernel")):
+    for host, *names in (
+        ("forward", "forward_kernel"),
+        ("backward", "dkdv_kernel", "dq_kernel"),
+        ("fast_backward", "fast_backward_kernel"),
+    ):
         module = sys.modules[f"tree_attn_op.kernels.hopper.{host}"]
         for name in names:
             setattr(module, name, _Noted(getattr(module, name)))
@@ -289,11 +314,12 @@ def time_in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]
     return {name: values[3:] for name, values in samples.items()}
 
 
-def timed(dim: int, workload: str, only: str | None) -> dict[str, Any]:
+def timed(dim: int, workload: str, wanted: list[str]) -> dict[str, Any]:
     """Times of all variants on one workload, 32 query heads over 8 key/value heads, bf16."""
     from tree_attn_op.blocks import build
     from tree_attn_op.kernels.choice import hopper_list_blocks
     from tree_attn_op.kernels.hopper import backward, forward
+    from tree_attn_op.kernels.hopper.fast_backward import fast_backward
     from tree_attn_op.predicate import Predicate
 
     from .problem import Heads, Problem
@@ -319,6 +345,12 @@ def timed(dim: int, workload: str, only: str | None) -> dict[str, Any]:
             dkdv_config=configs[0], dq_config=configs[1],
         )  # fmt: skip
 
+    def fast_call(config: Any) -> Callable[[], Any]:
+        return lambda: fast_backward(
+            problem.grad_out, None, *inputs, out, lse, *mask, *lists.tensors[4:], *q_blocks, scale,
+            config,
+        )  # fmt: skip
+
     def without(kernel: str, call: Callable[[], Any]) -> Callable[[], Any]:
         module = sys.modules["tree_attn_op.kernels.hopper.backward"]
 
@@ -333,9 +365,11 @@ def timed(dim: int, workload: str, only: str | None) -> dict[str, Any]:
         return skipping
 
     calls: dict[str, Callable[[], Any]] = {}
-    if only != "backward":
+    if "forward" in wanted:
         calls |= {name: forward_call(config) for name, config in forward_variants(dim).items()}
-    if only != "forward":
+    if "fast" in wanted:
+        calls |= {name: fast_call(config) for name, config in fast_variants(dim).items()}
+    if "backward" in wanted:
         for name, configs in backward_variants(dim).items():
             calls[name] = backward_call(configs)
             calls[f"{name}: dq"] = without("dkdv_kernel", calls[name])
@@ -384,16 +418,16 @@ def _run_stage(arguments: list[str], file: Path) -> None:
 
     kind, *rest = arguments
     if kind == "compile":
-        compile_all()
+        compile_all(rest)
     elif kind == "check":
         check(save, *rest)
     elif kind == "repeat":
         save(repeat())
     else:
-        dim, only, *workloads = rest
+        dim, parts, *workloads = rest
         results = {}
         for name in workloads:
-            results[name] = timed(int(dim), name, None if only == "all" else only)
+            results[name] = timed(int(dim), name, parts.split("+"))
             save(results)
 
 
@@ -407,7 +441,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="where that stage writes its results")
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--only", choices=["forward", "backward"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--anyway", action="store_true", help="time what failed its checks, too")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds in all")
     options = parser.parse_args()
@@ -417,10 +451,10 @@ def main() -> None:
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     end = begin + options.limit
-    stage(["compile"], out, out / "compile.json", min(end, begin + COMPILE_LIMIT))
-    wanted = [x for x in ("forward", "backward") if options.only in (None, x)]
+    wanted = options.only
+    stage(["compile", *wanted], out, out / "compile.json", min(end, begin + COMPILE_LIMIT))
     checks_end = min(end, time.monotonic() + CHECK_LIMIT)
-    # Both at once: most of a check is the definition in float64 and the start of a process.
+    # All at once: most of a check is the definition in float64 and the start of a process.
     with ThreadPoolExecutor(len(wanted)) as pool:
         running = {x: pool.submit(check_all, x, out, checks_end) for x in wanted}
         checked = {x: future.result() for x, future in running.items()}
@@ -429,11 +463,10 @@ def main() -> None:
             x for x in wanted if options.anyway or all(right(checked[x][y]) for y in TREES[dim])
         ]
         if times:
-            only = times[0] if len(times) == 1 else "all"
             file = out / f"time_{dim}.json"
             limit = min(end, time.monotonic() + TIMING_LIMIT)
-            stage(["time", str(dim), only, *options.workloads], out, file, limit)
-    if len(wanted) == 2 and time.monotonic() < end - 8:
+            stage(["time", str(dim), "+".join(times), *options.workloads], out, file, limit)
+    if {"forward", "backward"} <= set(wanted) and time.monotonic() < end - 8:
         stage(["repeat"], out, out / "repeat.json", end)
 
 
