@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tree_attn_op import cpu, cpu_pieces, layout
+from tree_attn_op import cpu, cpu_attend, cpu_pieces, layout
 from tree_attn_op.predicate import Predicate
 
 from .attention_cases import Case, case, hand_made_lists, ids_case, operands, tree_case
@@ -72,6 +72,107 @@ def test_partial_rectangles_with_blind_rows() -> None:
     q_vals = torch.randint(0, 3, (1, 1, 700))
     k_vals = torch.randint(0, 2, (1, 1, 300))
     check(case("q0 == k0", q_vals, k_vals, (64, 64)), heads=(2, 2))
+
+
+@pytest.fixture
+def by_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large float32 pieces go to oneDNN, whatever this machine would choose."""
+    if cpu_attend._linear is None or not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(cpu, "linear_fits", lambda query: query.dtype == torch.float32)
+
+
+FLOAT32 = {"dtype": torch.float32, "tolerance": 3e-5}
+
+
+@pytest.mark.usefixtures("by_linear")
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("dims", [(16, 16), (16, 24), (7, 1)])
+def test_large_rectangles_by_linear(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(tree_case(1100, (128, 128), leaves=5), heads, 1, dims, **FLOAT32)
+
+
+@pytest.mark.usefixtures("by_linear")
+def test_masked_rectangles_by_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see nothing, masks of each head, and rectangles in several pieces."""
+    q_vals = torch.randint(0, 3, (1, 1, 700))
+    k_vals = torch.randint(0, 2, (1, 1, 300))
+    made = case("q0 == k0", q_vals, k_vals, (64, 64))
+    check(made, heads=(2, 2), **FLOAT32)
+    check(hand_made_lists(made, 2, 4), heads=(4, 2), batch=2, **FLOAT32)
+    monkeypatch.setattr(cpu, "_LINEAR_SCORES", 64 * 300)
+    monkeypatch.setattr(cpu, "MAX_COLUMNS", 100)
+    check(made, heads=(2, 2), **FLOAT32)
+
+
+@pytest.mark.usefixtures("by_linear")
+@pytest.mark.parametrize("which", range(5))
+def test_strides_by_linear(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right sides that are not contiguous would take oneDNN a thousand times as long."""
+    linear, seen = cpu_attend._linear, []
+
+    def watched(left: torch.Tensor, right: torch.Tensor, *others) -> torch.Tensor:
+        seen.append(right.is_contiguous() or right.mT.is_contiguous())
+        return linear(left, right, *others)
+
+    monkeypatch.setattr(cpu_attend, "_linear", watched)
+    made = tree_case(700, (64, 64))
+    inputs = [
+        _layouts(each)[which] for each in operands(2, (4, 2), (700, 700), dtype=torch.float32)
+    ]
+    out, lse = made.call(*inputs, SCALE)
+    assert seen
+    assert all(seen)
+    want, want_lse = made.oracle(*inputs, SCALE)
+    torch.testing.assert_close(out.double(), want, rtol=3e-5, atol=3e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=3e-5, atol=3e-5)
+
+
+def test_linear_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.empty(1, 1, 1, 1)
+    monkeypatch.setattr(cpu_attend, "_linear", object())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert cpu_attend.linear_fits(query)
+    assert not cpu_attend.linear_fits(query.double())
+    assert not cpu_attend.linear_fits(query.bfloat16())
+    with monkeypatch.context() as off:
+        off.setattr(torch.backends.mkldnn, "enabled", False)
+        assert not cpu_attend.linear_fits(query)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert not cpu_attend.linear_fits(query)
+
+
+@pytest.mark.parametrize("scale", [0.0, SCALE])
+def test_scratch_may_hold_anything(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = cpu_attend.Scratch.take
+    monkeypatch.setattr(
+        cpu_attend.Scratch, "take", lambda *given: take(*given).fill_(float("nan"))
+    )
+    check(tree_case(300, (64, 64)), scale=scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("shift", [-60.0, 60.0])
+def test_far_scores(scale: float, shift: float) -> None:
+    """Scores whose exponentials overflow and underflow, and rows far from each other."""
+    made = tree_case(700, (64, 64))
+    query, key, value = operands(1, (2, 1), (700, 700))
+    query[..., 0], key[..., 0] = shift, 5.0
+    query[:, :, ::3] *= 10
+    out, lse = made.call(query, key, value, scale)
+    want, want_lse = made.oracle(query, key, value, scale)
+    torch.testing.assert_close(out, want, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("most", [1, 1 << 30])
+def test_batches_hold_each_piece_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces a batch holds; forward and backward take the same ones."""
+    monkeypatch.setattr(cpu_pieces, "_BATCH_SCORES", most)
+    check(tree_case(1025, (128, 128), leaves=7), heads=(2, 1), dims=(8, 8))
+    check(hand_made_lists(ids_case(150, 200), 2, 4), heads=(4, 2), batch=2)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +320,15 @@ def test_every_output_element_is_written(
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_hidden_keys_do_not_matter(poison: float) -> None:
+@pytest.mark.parametrize("linear", [False, True])
+def test_hidden_keys_do_not_matter(
+    poison: float, linear: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What no query sees in a partial block may hold anything, as it may for flex_attention."""
+    if linear:
+        request.getfixturevalue("by_linear")
+    else:
+        monkeypatch.setattr(cpu, "linear_fits", lambda query: False)
     length = 600
     hidden = torch.zeros(1, 1, length, dtype=torch.int32)
     hidden[..., ::7] = 1
@@ -243,7 +351,7 @@ def test_same_bits_twice() -> None:
 
 
 def test_without_pytorchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_flash", None)
+    monkeypatch.setattr(cpu_attend, "_flash", None)
     check(tree_case(1100, (128, 128)), heads=(2, 1), dims=(8, 8))
 
 
@@ -273,7 +381,7 @@ def test_masks_too_large_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scores_are_cut_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows in several pieces, merged."""
-    monkeypatch.setattr(cpu, "_flash", None)
+    monkeypatch.setattr(cpu_attend, "_flash", None)
     monkeypatch.setattr(cpu, "_MAX_SCORES", 1)
     monkeypatch.setattr(cpu, "MAX_COLUMNS", 100)
     monkeypatch.setattr(cpu_pieces, "MAX_COLUMNS", 128)

@@ -7,32 +7,32 @@ and the same input gives the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cpu_pieces import MAX_COLUMNS, MAX_PAIRS, Columns, Piece, masks_of
+from .cpu_attend import (
+    Heads,
+    Scratch,
+    attend_flash,
+    flash_fits,
+    hide,
+    linear_fits,
+    merge,
+    take,
+)
+from .cpu_pieces import MAX_COLUMNS, MAX_PAIRS, Columns, Piece, batch_of, masks_of
 from .layout import empty_like_layout
 
 _MAX_SCORES = 1 << 21
 """Most scores held at a time, over all heads."""
-
-# PyTorch's own kernel. None where a build lacks it.
-_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_LINEAR_SCORES = 1 << 20
+"""Most scores of a piece that oneDNN computes, over one group of heads."""
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _take(tensor: Tensor, columns: Columns) -> Tensor:
-    """``tensor[:, columns]``, a view if ``columns`` is a slice."""
-    if isinstance(columns, slice):
-        return tensor[:, columns]
-    return tensor.index_select(1, columns)
 
 
 def _accumulate(tensor: Tensor, columns: Columns, left: Tensor, right: Tensor) -> None:
@@ -43,121 +43,26 @@ def _accumulate(tensor: Tensor, columns: Columns, left: Tensor, right: Tensor) -
         tensor.index_add_(1, columns, left @ right)
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """What one batch row and its heads that share a mask compute with.
-
-    ``query [H, Q, D]`` is as given; ``key`` and ``value`` ``[H / group, K, *]`` are in the dtype
-    of the sums.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-
-    @property
-    def group(self) -> int:
-        return self.query.shape[0] // self.key.shape[0]
-
-    def rows(self, tensor: Tensor, rows: slice) -> Tensor:
-        """``tensor [H, Q, *]`` at ``rows`` as ``[H / group, group * r, *]``.
-
-        The heads of a group stand under each other, so that one product serves them all.
-        """
-        return tensor[:, rows].reshape(self.key.shape[0], -1, tensor.shape[-1])
-
-    def unrows(self, rows: Tensor) -> Tensor:
-        """The inverse of :meth:`rows`: ``[H, r, *]``."""
-        return rows.view(self.query.shape[0], -1, rows.shape[-1])
-
-    def scores(self, piece: Piece, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of a piece, hidden ones -inf, with its scaled query rows and key columns.
-
-        Unless ``exact``, hidden scores have -inf added, much faster than being replaced, and a
-        hidden NaN or +inf comes out as NaN.
-        """
-        key = _take(self.key, piece.columns)
-        query = self.rows(self.query, piece.rows).to(key.dtype) * self.scale
-        scores = query @ key.mT
-        view = scores.view(self.key.shape[0], self.group, -1, key.shape[1])
-        for columns, bias in piece.bias:
-            if exact:
-                view[..., columns].masked_fill_(bias < 0, float("-inf"))
-            else:
-                view[..., columns] += bias
-        return scores, query, key
-
-    def attend(self, piece: Piece, exact: bool) -> tuple[Tensor, Tensor]:
-        """Attention over the columns of a piece: out ``[H, r, Dv]`` and lse ``[H, r]``."""
-        scores, _, _ = self.scores(piece, exact)
-        largest = scores.amax(-1, keepdim=True)
-        weights = scores.softmax(-1)
-        out = weights @ _take(self.value, piece.columns)
-        # The greatest weight is exp(largest - lse).
-        lse = largest - weights.amax(-1, keepdim=True).log_()
-        if piece.blind:
-            hidden = largest == float("-inf")
-            out.masked_fill_(hidden, 0.0)
-            lse.masked_fill_(hidden, float("-inf"))
-        return self.unrows(out), self.unrows(lse).squeeze(-1)
-
-    def backward(
-        self,
-        piece: Piece,
-        grad_out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        sums: tuple[Tensor, Tensor, Tensor],
-        exact: bool,
-    ) -> None:
-        """Add the gradients of a piece to the sums, that of query before its scale."""
-        scores, query, key = self.scores(piece, exact)
-        value, grad = _take(self.value, piece.columns), self.rows(grad_out, piece.rows)
-        weights = scores.sub_(self.rows(lse, piece.rows)).exp_()
-        grad_scores = (grad @ value.mT).sub_(self.rows(delta, piece.rows)).mul_(weights)
-        sums[0][:, piece.rows] += self.unrows(grad_scores @ key)
-        _accumulate(sums[1], piece.columns, grad_scores.mT, query)
-        _accumulate(sums[2], piece.columns, weights.mT, grad)
-
-
-def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Make attention over one set of keys that over its union with another, disjoint set."""
-    weight = torch.sigmoid(new_lse - lse)
-    # -inf minus -inf, where neither set has a visible key, is no weight.
-    weight.masked_fill_(new_lse == float("-inf"), 0.0)
-    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, new_lse))
-
-
-def _flash_attend(
-    query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention over the columns of a rectangle by PyTorch's own kernel, on the call's inputs."""
-    bias = None
-    if piece.bias:
-        bias = piece.bias[0][1].to(torch.promote_types(query.dtype, torch.float32))
-    out, lse = _flash(
-        query[None, :, piece.rows],
-        _take(key, piece.columns)[None],
-        _take(value, piece.columns)[None],
-        attn_mask=bias,
-        scale=scale,
-    )
-    out, lse = out[0], lse[0]
-    if piece.blind:
-        # The kernel gives such rows lse 0.
-        assert bias is not None
-        hidden = (bias == float("-inf")).all(1)
-        out.masked_fill_(hidden.unsqueeze(-1), 0.0)
-        lse.masked_fill_(hidden, float("-inf"))
-    return out, lse
-
-
-def _flash_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's own kernel computes this call: it takes one head dim for all three."""
-    dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    return _flash is not None and dense and query.shape[-1] == value.shape[-1]
+def _add_gradients(
+    heads: Heads,
+    piece: Piece,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    exact: bool,
+) -> None:
+    """Add the gradients of a piece to the sums, that of query before its scale."""
+    key, value = take(heads.key, piece.columns), take(heads.value, piece.columns)
+    query = heads.rows(heads.query, piece.rows).to(key.dtype) * heads.scale
+    grad = heads.rows(grad_out, piece.rows)
+    scores = query @ key.mT
+    hide(scores.view(key.shape[0], heads.group, -1, key.shape[1]), piece.bias, exact)
+    weights = scores.sub_(heads.rows(lse, piece.rows)).exp_()
+    grad_scores = (grad @ value.mT).sub_(heads.rows(delta, piece.rows)).mul_(weights)
+    sums[0][:, piece.rows] += heads.unrows(grad_scores @ key)
+    _accumulate(sums[1], piece.columns, grad_scores.mT, query)
+    _accumulate(sums[2], piece.columns, weights.mT, grad)
 
 
 def forward(
@@ -188,35 +93,37 @@ def forward(
     keys, values = key.to(dtype), value.to(dtype)
     lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
     masks = masks_of(query, key, q_vals, k_vals, predicate, lists, q_block_size, kv_block_size)
-    flash = _flash_fits(query, key, value)
-    pairs = max(_MAX_SCORES // max(query.shape[1], 1), 1)
+    linear, flash = linear_fits(query), flash_fits(query, key, value)
+    heads, group = query.shape[1], query.shape[1] // max(key.shape[1], 1)
+    scratch = Scratch(dtype)
     for exact in (False, True):
         out.zero_()
         lse.fill_(float("-inf"))
         for mask, places in masks:
-            for piece in mask.rows():
+            for batch in mask.rows():
                 for b, h, g in places:
-                    heads = _Heads(query[b, h], keys[b, g], values[b, g], scale)
-                    target = out[b, h, piece.rows], lse[b, h, piece.rows]
-                    found = heads.attend(piece, exact)
-                    if piece.first:
-                        target[0].copy_(found[0])
-                        target[1].copy_(found[1])
-                    else:
-                        _merge(*target, *found)
+                    of = Heads(query[b, h], keys[b, g], values[b, g], scale)
+                    of.attend(batch, exact, scratch, out[b, h], lse[b, h])
             for full in (False, True):
-                by_flash = flash and (full or not exact)
-                most = (mask.q_len * mask.kv_len if full else MAX_PAIRS) if by_flash else pairs
-                columns = mask.kv_len if by_flash else MAX_COLUMNS
-                for piece in mask.rectangles(full, most, columns):
+                by_flash = flash and not linear and (full or not exact)
+                limits = max(_MAX_SCORES // heads, 1), MAX_COLUMNS
+                if linear:
+                    limits = max(_LINEAR_SCORES // group, 1), MAX_COLUMNS
+                elif by_flash:
+                    limits = mask.q_len * mask.kv_len if full else MAX_PAIRS, mask.kv_len
+                for piece in mask.rectangles(full, *limits):
                     for b, h, g in places:
-                        if by_flash:
-                            inputs = (query[b, h], key[b, g], value[b, g])
-                            found = _flash_attend(*inputs, piece, scale)
+                        of = Heads(query[b, h], keys[b, g], values[b, g], scale)
+                        target = out[b, h], lse[b, h]
+                        if linear:
+                            found = of.attend_linear(piece, exact)
+                        elif by_flash:
+                            inputs = query[b, h], key[b, g], value[b, g]
+                            found = attend_flash(*inputs, piece, scale)
                         else:
-                            heads = _Heads(query[b, h], keys[b, g], values[b, g], scale)
-                            found = heads.attend(piece, exact)
-                        _merge(out[b, h, piece.rows], lse[b, h, piece.rows], *found)
+                            of.attend(batch_of([piece]), exact, scratch, *target)
+                            continue
+                        merge(target[0][:, piece.rows], target[1][:, piece.rows], *found)
         if not lse.isnan().any():
             break
     if result is not out:
@@ -268,16 +175,16 @@ def backward(
             each.zero_()
         for mask, places in masks:
             pieces = chain(
-                mask.rows(),
+                chain.from_iterable(batch.pieces for batch in mask.rows()),
                 mask.rectangles(False, pairs, MAX_COLUMNS),
                 mask.rectangles(True, pairs, MAX_COLUMNS),
             )
             for piece in pieces:
                 for b, h, g in places:
-                    heads = _Heads(query[b, h], keys[b, g], values[b, g], scale)
+                    heads = Heads(query[b, h], keys[b, g], values[b, g], scale)
                     into = (sums[0][b, h], sums[1][b, g], sums[2][b, g])
                     rows = (grad_out[b, h], lse[b, h], delta[b, h])
-                    heads.backward(piece, *rows, into, exact)
+                    _add_gradients(heads, piece, *rows, into, exact)
         if not any(bool(each.isnan().any()) for each in sums):
             break
     sums[0] *= scale

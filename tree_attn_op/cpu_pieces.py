@@ -29,8 +29,14 @@ MAX_PAIRS = 1 << 20
 """Most pairs whose mask is held at a time."""
 _MAX_KEPT_BYTES = 1 << 22
 """Most bytes of values and lists of a call whose masks are kept."""
+_BATCH_SCORES = 3 << 17
+"""Scores of a batch, over all heads: enough for their number not to cost, few for the caches."""
+_WIDTH_STEP = 16
+"""Pieces are cut to multiples of this many columns where they can: faster, and more alike."""
 
 Columns = slice | Tensor
+Bias = tuple[slice, Tensor]
+"""A range of a piece's columns, and what is added to its scores: 0, or -inf where hidden."""
 
 
 def _tokens(tiles: Tiles, size: int) -> Tensor:
@@ -45,23 +51,78 @@ class Piece:
     Attributes:
         rows: query tokens.
         columns: key tokens.
-        bias: added to the scores of a range of the columns: 0, or -inf where the mask hides.
+        bias: of the partial tiles.
         blind: whether the bias hides all columns from some row.
         first: whether no earlier piece holds any of the rows.
     """
 
     rows: slice
     columns: Columns
-    bias: Sequence[tuple[slice, Tensor]] = ()
+    bias: Sequence[Bias] = ()
     blind: bool = False
     first: bool = False
+
+    @property
+    def height(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def width(self) -> int:
+        if isinstance(self.columns, slice):
+            return self.columns.stop - self.columns.start
+        return len(self.columns)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces of one shape, with biases at the same columns, whose scores are held at once.
+
+    Attributes:
+        pieces: none holds a row of another.
+        height, width: query rows and key columns of each.
+        bias: those of the pieces, stacked: ``[pieces, 1, rows, columns]``.
+        first: whether no earlier piece holds any of the rows.
+    """
+
+    pieces: Sequence[Piece]
+    height: int
+    width: int
+    bias: Sequence[Bias]
+    first: bool
+
+
+def batch_of(pieces: Sequence[Piece]) -> Batch:
+    """The batch of pieces that are fit for one, which then share its memory."""
+    one = pieces[0]
+    bias = [
+        (columns, torch.stack([piece.bias[i][1] for piece in pieces]).unsqueeze(1))
+        for i, (columns, _) in enumerate(one.bias)
+    ]
+    pieces = [
+        replace(piece, bias=[(columns, stack[at, 0]) for columns, stack in bias])
+        for at, piece in enumerate(pieces)
+    ]
+    return Batch(pieces, one.height, one.width, bias, one.first)
+
+
+def _batches(pieces: Iterable[Piece], max_pairs: int) -> Iterator[Batch]:
+    """The pieces in batches of ``max_pairs`` pairs, the first ones of any rows before others."""
+    alike: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        at = tuple((columns.start, columns.stop) for columns, _ in piece.bias)
+        alike.setdefault((not piece.first, piece.width, piece.height, at), []).append(piece)
+    for _, group in sorted(alike.items(), key=lambda item: item[0]):
+        step = max(max_pairs // (group[0].height * group[0].width), 1)
+        for start in range(0, len(group), step):
+            yield batch_of(group[start : start + step])
 
 
 @dataclass(frozen=True)
 class Mask:
     """The tile states of one batch row and its heads, planned, with the rows of values.
 
-    ``kept`` holds pieces whose masks are small, for the next call with this mask.
+    It holds for ``heads`` query heads at once. ``kept`` has the pieces whose masks are small, for
+    the next call with this mask.
     """
 
     predicate: Predicate
@@ -71,8 +132,9 @@ class Mask:
     kv_len: int
     q_tile: int
     kv_tile: int
+    heads: int
     plan: Plan
-    kept: dict[Any, list[Piece]] = field(default_factory=dict)
+    kept: dict[Any, list[Any]] = field(default_factory=dict)
 
     def extent(self, rectangle: Rectangle) -> tuple[slice, Tensor]:
         """The query rows and the key tokens of a rectangle, none beyond the ends."""
@@ -134,16 +196,16 @@ class Mask:
             self.kept[at] = list(self._rectangle_pieces(False, *at))
         return self.kept[at]
 
-    def rows(self) -> Iterable[Piece]:
-        """The rows of tiles; kept for the next call if their masks are small."""
+    def rows(self) -> Iterable[Batch]:
+        """The rows of tiles in batches; kept for the next call if their masks are small."""
         pairs = sum(int(row.partial.sum()) for row in self.plan.rows)
         if pairs * self.q_tile * self.kv_tile > MAX_PAIRS:
-            return self._row_pieces()
+            return self._row_batches()
         if "rows" not in self.kept:
-            self.kept["rows"] = list(self._row_pieces())
+            self.kept["rows"] = list(self._row_batches())
         return self.kept["rows"]
 
-    def _row_pieces(self) -> Iterator[Piece]:
+    def _row_batches(self) -> Iterator[Batch]:
         # Masks are evaluated many at a time: one row's are too few to be worth a call.
         most = max(MAX_PAIRS // (self.q_tile * self.kv_tile), 1)
         waiting: list[Row] = []
@@ -152,9 +214,9 @@ class Mask:
             waiting.append(row)
             tiles += int(row.partial.sum())
             if tiles >= most:
-                yield from self._pieces_of(waiting)
+                yield from _batches(self._pieces_of(waiting), _BATCH_SCORES // self.heads)
                 waiting, tiles = [], 0
-        yield from self._pieces_of(waiting)
+        yield from _batches(self._pieces_of(waiting), _BATCH_SCORES // self.heads)
 
     def _pieces_of(self, rows: list[Row]) -> Iterator[Piece]:
         if not rows:
@@ -191,11 +253,14 @@ class Mask:
 
 
 def _trimmed(row: Row, kv_tile: int, seen: Flags, stop: int) -> tuple[int, int]:
-    """The range of a row's columns without the hidden ones at its ends."""
+    """The range of a row's columns without most of the hidden ones at its ends."""
     visible = np.ones((len(row.kv_tiles), kv_tile), dtype=bool)
     visible[row.partial] = seen
     at = np.flatnonzero(visible.reshape(-1)[:stop])
-    return (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+    if not len(at):
+        return 0, 0
+    first, last = int(at[0]) // _WIDTH_STEP, int(at[-1]) // _WIDTH_STEP + 1
+    return first * _WIDTH_STEP, min(last * _WIDTH_STEP, stop)
 
 
 def _bias(allowed: Tensor) -> Tensor:
@@ -276,9 +341,9 @@ def _build(call: _Call) -> Masks:
         q_rows = q_vals[b if q_vals.shape[0] > 1 else 0].unbind(0)
         k_rows = k_vals[b if k_vals.shape[0] > 1 else 0].unbind(0)
         rows = range(batch) if states.shape[0] == 1 else (b,)
-        of = (slice(None), slice(None))
+        of, together = (slice(None), slice(None)), heads
         if states.shape[1] > 1:
-            of = (slice(h, h + 1), slice(h // group, h // group + 1))
-        mask = Mask(predicate, q_rows, k_rows, q_len, kv_len, q_tile, kv_tile, work)
+            of, together = (slice(h, h + 1), slice(h // group, h // group + 1)), 1
+        mask = Mask(predicate, q_rows, k_rows, q_len, kv_len, q_tile, kv_tile, together, work)
         masks.append((mask, [(row, *of) for row in rows]))
     return masks
