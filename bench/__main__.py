@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import platform
 import time
 from pathlib import Path
 
@@ -13,11 +10,12 @@ import torch
 
 from .implementations import IMPLEMENTATIONS
 from .problem import Heads
-from .report import Report
+from .report import Report, environment
 from .runner import run_case
 from .workloads import SMOKE, select
 
-_PACKAGES = ("torch", "triton", "tree-attn-op", "flash-attn-4", "flash-attn")
+_REPORTED = ("dtype", "layout", "rounds", "repeats")
+"""Options that the report names."""
 
 
 def parse_args(args: list[str] | None) -> argparse.Namespace:
@@ -42,6 +40,12 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
         "--rounds", type=int, default=20, help="timed calls of each implementation"
     )
     parser.add_argument(
+        "--repeats",
+        type=int,
+        default=0,
+        help="backward calls of each implementation whose bits are compared with another's",
+    )
+    parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
     parser.add_argument("--check-head", type=int, default=0, help="key/value head that is checked")
@@ -60,25 +64,11 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def environment(options: argparse.Namespace) -> dict[str, str]:
-    """Where and how the run was made."""
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    versions = [f"{name} {installed[name]}" for name in _PACKAGES if name in installed]
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "GPU": gpu,
-        "CPU": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
-        "dtype": options.dtype,
-        "layout": options.layout,
-        "rounds": str(options.rounds),
-    }
-
-
 def main(args: list[str] | None = None) -> None:
     options = parse_args(args)
-    report = Report(environment(options), [])
+    about = environment(options.device)
+    about |= {name: str(getattr(options, name)) for name in _REPORTED}
+    report = Report(about, [])
     for dim in options.head_dims:
         for workload in options.workloads:
             start = time.perf_counter()
@@ -91,6 +81,7 @@ def main(args: list[str] | None = None) -> None:
                 rounds=options.rounds,
                 kv_head=options.check_head,
                 layout=options.layout,
+                repeats=options.repeats,
             )
             report.cases.append(case)
             report.write(options.out)

@@ -10,37 +10,54 @@ import torch
 
 from tree_attn_op import TreeMask
 
-from .implementations import BASELINE, IMPLEMENTATIONS, Implementation, flex_block_mask
+from .base import Implementation
+from .implementations import BASELINE, COMPARED, IMPLEMENTATIONS
 from .oracle import Error, Results, compare, reference, select_head
+from .peers import flex_block_mask
 from .problem import Heads, Layout, Problem
 from .timing import Percentiles, measure, peak_bytes, wall_milliseconds
 from .workloads import Workload
 
-# An implementation is wrong if its error is above this many times flex's, by either measure;
-# without flex beside it, if its RMS error is above that of a few roundings of the dtype.
+# This project is wrong if its error is above this many times flex's, by either measure. Others,
+# and this project without flex beside it, are wrong if their RMS error is above that of a few
+# roundings of the dtype.
 _ERROR_FACTOR = 2.0
 _ROUNDINGS = 8.0
 
 
 @dataclass
 class Timing:
-    """Of one direction: milliseconds, useful TFLOP/s at p50, and flex's time over its time."""
+    """Of one direction.
+
+    Attributes:
+        milliseconds: of the rounds.
+        tflops: useful TFLOP/s at the p50.
+        ratios: by the name of each of COMPARED that was timed: its time over this one's.
+    """
 
     milliseconds: Percentiles
     tflops: float
-    speedup: Percentiles | None
+    ratios: dict[str, Percentiles]
 
 
 @dataclass
 class Outcome:
-    """What came of one implementation in one case."""
+    """What came of one implementation in one case.
+
+    Attributes:
+        note: what it runs, where that depends on what is installed.
+        same_bits: of how many further backward calls all gradients equal those of the first, bit
+            for bit; None where that was not asked.
+    """
 
     name: str
+    note: str = ""
     status: str = "ok"
     errors: dict[str, Error] = field(default_factory=dict)
     forward: Timing | None = None
     backward: Timing | None = None
     peak_bytes: int | None = None
+    same_bits: int | None = None
 
 
 @dataclass
@@ -66,6 +83,7 @@ def run_case(
     rounds: int,
     kv_head: int,
     layout: Layout = "bhsd",
+    repeats: int = 0,
 ) -> Case:
     """Check and time the named implementations on one workload.
 
@@ -75,21 +93,24 @@ def run_case(
         rounds: timed calls of each implementation and direction.
         kv_head: the key/value head, with its query heads, whose numbers are checked.
         layout: order of the inputs in memory.
+        repeats: backward calls whose bits are compared with those of another.
     """
-    torch._dynamo.reset()
     problem = Problem.make(workload, heads, dtype, device, layout=layout)
     outcomes = {name: Outcome(name) for name in names}
     ready: dict[str, Implementation] = {}
     expected = reference(problem, kv_head)
     for name, outcome in outcomes.items():
-        reason = IMPLEMENTATIONS[name].unavailable(device)
+        reason = IMPLEMENTATIONS[name].unavailable(problem)
         if reason is not None:
             outcome.status = f"not run: {reason}"
             continue
         try:
             ready[name] = IMPLEMENTATIONS[name](problem)
             outcome.errors = errors(ready[name], expected, kv_head)
+            outcome.note = ready[name].note
             outcome.peak_bytes = peak_bytes(_training_call(ready[name]), device)
+            if repeats and ready[name].has_backward:
+                outcome.same_bits = same_bits(ready[name], repeats)
         except Exception as error:  # an implementation that fails must not hide the others
             ready.pop(name, None)
             outcome.status = f"failed: {type(error).__name__}: {_first_line(error)}"
@@ -101,10 +122,12 @@ def run_case(
             timing = Timing(
                 milliseconds=Percentiles.of(milliseconds),
                 tflops=flops / float(Percentiles.of(milliseconds).p50) / 1e9,
-                # A dense kernel does other work: its time says nothing next to flex's.
-                speedup=Percentiles.of(samples[BASELINE] / milliseconds)
-                if BASELINE in samples and ready[name].pairs == problem.pairs
-                else None,
+                # A dense kernel does other work: its time says nothing next to the others'.
+                ratios={
+                    other: Percentiles.of(samples[other] / milliseconds)
+                    for other in COMPARED
+                    if other in samples and ready[name].pairs == problem.pairs
+                },
             )
             setattr(outcomes[name], direction, timing)
     case = Case(
@@ -134,13 +157,23 @@ def errors(implementation: Implementation, expected: Results, kv_head: int) -> d
     )
 
 
+def same_bits(implementation: Implementation, repeats: int) -> int:
+    """How many of `repeats` backward calls give the very gradients of another one."""
+    out = implementation.forward()
+    first = implementation.backward(out)
+    return sum(
+        all(torch.equal(x, y) for x, y in zip(first, implementation.backward(out), strict=True))
+        for _ in range(repeats)
+    )
+
+
 def _judge(outcomes: dict[str, Outcome], dtype: torch.dtype) -> None:
-    """Mark what is wrong; flex itself is held to the roundings of the dtype."""
+    """Mark what is wrong."""
     baseline = outcomes[BASELINE].errors if BASELINE in outcomes else {}
     for outcome in outcomes.values():
         for tensor, error in outcome.errors.items():
             limit = baseline.get(tensor)
-            if limit is None or outcome.name == BASELINE:
+            if limit is None or not IMPLEMENTATIONS[outcome.name].ours:
                 wrong = not error.rms <= _ROUNDINGS * torch.finfo(dtype).eps
             else:
                 wrong = not (

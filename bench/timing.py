@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .implementations import Implementation
+from .base import Implementation
 
 # Larger than any GPU's L2 cache: each call then starts with cold caches, as in a model.
 _FLUSH_BYTES = 256 * 2**20
 # About a millisecond in which the CPU queues the call's launches, so that its own work is no part
-# of the GPU's time: what is compared here are kernels, in a model that keeps the GPU busy.
+# of the GPU's time: what is compared here are kernels, in a model that keeps the GPU busy. Calls
+# that take the CPU longer get longer; one that waits for the GPU in between keeps its waiting.
 HEAD_START_CYCLES = 2_000_000
+_LONGEST_HEAD_START_CYCLES = 32 * HEAD_START_CYCLES
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ def measure(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Milliseconds of each round: {"forward" or "backward": {name: [rounds]}}.
 
-    One call of everything comes first and is not counted.
+    One call of everything comes first and is not counted. The order moves on by one from round to
+    round, so that nobody always runs behind the same neighbour.
     """
-    timer = _cuda_round if device == "cuda" else _wall_clock_round
+    timer = _CudaTimer() if device == "cuda" else _wall_clock_round
     outs = {name: one.forward() for name, one in implementations.items()}
     forward: dict[str, Callable[[], object]] = {
         name: one.forward for name, one in implementations.items()
@@ -52,7 +55,7 @@ def measure(
     times: dict[str, dict[str, np.ndarray]] = {}
     for direction, calls in (("forward", forward), ("backward", backward)):
         timer(calls)
-        samples = [timer(calls) for _ in range(rounds)]
+        samples = [timer(_rotated(calls, i)) for i in range(rounds)]
         times[direction] = {name: np.array([s[name] for s in samples]) for name in calls}
     return times
 
@@ -61,19 +64,41 @@ def _backward_call(implementation: Implementation, out: Tensor) -> Callable[[], 
     return lambda: implementation.backward(out)
 
 
-def _cuda_round(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events = {}
-    for name, call in calls.items():
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        flush.zero_()
-        start.record()
-        call()
-        end.record()
-        events[name] = (start, end)
-    torch.cuda.synchronize()
-    return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+def _rotated(
+    calls: Mapping[str, Callable[[], object]], by: int
+) -> dict[str, Callable[[], object]]:
+    items = list(calls.items())
+    first = by % max(len(items), 1)
+    return dict(items[first:] + items[:first])
+
+
+class _CudaTimer:
+    """Times calls by events on the GPU; remembers the head start that each call needs."""
+
+    def __init__(self) -> None:
+        self._head_start: dict[Callable[[], object], int] = {}
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        events = {name: self._record(call) for name, call in calls.items()}
+        torch.cuda.synchronize()
+        return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+
+    def _record(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        head_start = self._head_start.get(call, HEAD_START_CYCLES)
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(head_start)
+            self._flush.zero_()
+            start.record()
+            call()
+            end.record()
+            queued_in_time = not start.query()
+            self._head_start[call] = head_start
+            if queued_in_time or head_start >= _LONGEST_HEAD_START_CYCLES:
+                return start, end
+            head_start *= 2
+            torch.cuda.synchronize()
 
 
 def _wall_clock_round(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -31,8 +31,8 @@ from tree_attn_op import blocks
 from tree_attn_op.kernels.configs import CUDA_DEVICES, Kernel, KernelConfig, choose
 from tree_attn_op.predicate import Predicate
 
-from .implementations import flex_block_mask
 from .oracle import Results, compare, reference, select_head
+from .peers import flex_block_mask
 from .problem import Heads, Problem
 from .workloads import select
 
