@@ -11,6 +11,7 @@ from tree_attn_op.blocks import BlockLists, build, cdiv, dense_meaning, lists_of
 from tree_attn_op.kernels.choice import hopper_list_blocks
 from tree_attn_op.kernels.hopper import backward, forward
 from tree_attn_op.kernels.hopper.configs import Config
+from tree_attn_op.kernels.hopper.fast_backward import fast_backward
 from tree_attn_op.predicate import Predicate
 
 
@@ -140,6 +141,16 @@ class Problem:
             lists.q_block_size, lists.kv_block_size, self.scale, dkdv, dq,
         )  # fmt: skip
 
+    def fast_backward(
+        self, out: Tensor, lse: Tensor, config: Config | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lists = self.lists
+        return fast_backward(
+            self.grad_out, self.grad_lse, self.query, self.key, self.value, out, lse,
+            self.q_vals, self.k_vals, self.case.predicate, *lists.tensors[4:],
+            lists.q_block_size, lists.kv_block_size, self.scale, config,
+        )  # fmt: skip
+
     def expected(self) -> dict[str, Tensor]:
         """out, lse, dq, dk and dv from the definition in float64, one query head at a time."""
         case = self.case
@@ -196,9 +207,9 @@ class poisoned_memory:
 
 
 def errors(case: Case, seed: int, parts: str) -> dict[str, float]:
-    """Relative errors of a case's results; ``parts`` is "forward" or "backward".
+    """Relative errors of a case's results; ``parts`` is "forward", "backward" or "fast".
 
-    The backward starts from the definition's out and lse, so that it is judged by itself.
+    A backward starts from the definition's out and lse, so that it is judged by itself.
     """
     problem = Problem(case, seed)
     expected = problem.expected()
@@ -207,7 +218,8 @@ def errors(case: Case, seed: int, parts: str) -> dict[str, float]:
             actual = dict(zip(("out", "lse"), problem.forward(), strict=True))
         else:
             out, lse = expected["out"].to(case.dtype), expected["lse"].float()
-            grads = problem.backward(out, lse)
+            backward = problem.fast_backward if parts == "fast" else problem.backward
+            grads = backward(out, lse)
             actual = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return {name: relative_error(tensor, expected[name]) for name, tensor in actual.items()}
 

@@ -62,7 +62,8 @@ def test_resources(case: Case, tmp_path: Path) -> None:
     with compile_only() as compiled:
         out, lse = problem.forward()
         problem.backward(out, lse)
-    for name in ("forward_kernel", "dkdv_kernel", "dq_kernel"):
+        problem.fast_backward(out, lse)
+    for name in ("forward_kernel", "dkdv_kernel", "dq_kernel", "fast_backward_kernel"):
         kernel = compiled[name]
         assert kernel.metadata.shared <= SHARED_MEMORY, name
         sass = sass_of(kernel, tmp_path)

@@ -29,6 +29,12 @@ def test_backward(case: Case, seed: int) -> None:
         assert error < LIMITS[case.dtype], (name, error)
 
 
+@by_name
+def test_fast_backward(case: Case, seed: int) -> None:
+    for name, error in errors(case, seed, "fast").items():
+        assert error < LIMITS[case.dtype], (name, error)
+
+
 def test_same_bits_twice(seed: int) -> None:
     problem = Problem(Case("repeat", q_len=4096, kv_len=4096), seed)
     out, lse = problem.forward()

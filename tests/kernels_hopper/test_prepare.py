@@ -16,6 +16,7 @@ SCRIPT = """
 import torch
 from tree_attn_op.blocks import lists_of
 from tests.kernels_hopper.simulating import _row_schedule
+from tree_attn_op.kernels.hopper.fast_backward import finish_dq
 from tree_attn_op.kernels.hopper.prepare import (
     heaviest_first, merge_lists, row_schedule, row_statistics
 )
@@ -58,6 +59,14 @@ for grad in (grad_lse.expand(2, 3, 70), None):
     torch.testing.assert_close(found_delta[..., :70], delta.where(lse > -torch.inf, 0.0))
     assert (found_lse[..., 70:] == torch.inf).all()
     assert (found_delta[..., 70:] == 0).all()
+
+for width, columns in ((64, 24), (128, 128)):
+    sums = torch.randn(2, 3, 128, width)
+    # Rows 16 a + 8 b + c, columns 8 d + 2 e + f; found at [d, a, c, e, b, f].
+    acc = sums.view(2, 3, 2, 4, 2, 8, width // 8, 4, 2).permute(0, 1, 2, 6, 3, 5, 7, 4, 8)
+    dq = torch.full((2, 70, 3, columns), torch.nan).transpose(1, 2)
+    finish_dq(acc.contiguous(), dq, 0.5)
+    torch.testing.assert_close(dq, 0.5 * sums[:, :, :70, :columns])
 print("fine")
 """
 

@@ -32,5 +32,8 @@ def test_simulation(case: Case, blocks: int, late: bool, seed: int) -> None:
         results = dict(zip(("out", "lse"), problem.forward(), strict=True))
         out, lse = expected["out"].to(case.dtype), expected["lse"].float()
         results |= zip(("dq", "dk", "dv"), problem.backward(out, lse), strict=True)
+        fast = zip(("dq", "dk", "dv"), problem.fast_backward(out, lse), strict=True)
+        results |= {f"fast {name}": gradient for name, gradient in fast}
     for name, result in results.items():
-        assert relative_error(result, expected[name]) < LIMITS[torch.bfloat16], name
+        error = relative_error(result, expected[name.removeprefix("fast ")])
+        assert error < LIMITS[torch.bfloat16], name
