@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ def check_call(call: FlexCall) -> None:
     if not math.isfinite(call.scale):
         raise KeepFlex(f"its scale is {call.scale}")
     if not is_identity(call.score_mod):
+        hint = "a mask belongs in the block_mask's mask_mod, not in score_mod"
         raise KeepFlex(
             "its score_mod changes the scores",
-            hint="a mask belongs in the block_mask's mask_mod, not in score_mod",
+            hint=hint if _only_masks(call.score_mod) else None,
         )
     _check_tensors(call)
     _check_lengths(call)
@@ -66,6 +68,32 @@ def operand_dtype(call: FlexCall) -> torch.dtype:
         key, value = example_value(call.key).dtype, example_value(call.value).dtype
         raise KeepFlex(f"query is {query}, key {key} and value {value}; the op takes one dtype")
     return computed
+
+
+def _only_masks(score_mod: fx.GraphModule) -> bool:
+    """Whether a score_mod keeps its score where a condition holds, and is -inf elsewhere."""
+    score = next(iter(score_mod.graph.find_nodes(op="placeholder")), None)
+    (output,) = score_mod.graph.find_nodes(op="output")
+    (result,) = output.args
+    if isinstance(result, Sequence) and len(result) == 1:
+        (result,) = result
+    if not isinstance(result, fx.Node):
+        return False
+    name = str(getattr(result.target, "__name__", result.target)).partition(".")[0]
+    if name == "where" and len(result.args) == 3:
+        branches = list(result.args[1:])
+    elif name in ("masked_fill", "masked_fill_") and len(result.args) == 3:
+        branches = [result.args[0], result.args[2]]
+    else:
+        return False
+    return score in branches and any(_is_minus_infinity(branch) for branch in branches)
+
+
+def _is_minus_infinity(argument: Any) -> bool:
+    # Dynamo may record a number that PyTorch turns into a tensor: full(...), tensor(...).
+    if isinstance(argument, fx.Node):
+        return any(_is_minus_infinity(inner) for inner in argument.args)
+    return isinstance(argument, float) and argument == -math.inf
 
 
 def _check_tensors(call: FlexCall) -> None:

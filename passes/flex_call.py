@@ -7,14 +7,17 @@ is not guessed: :func:`read_flex_call` raises :class:`KeepFlex`, and the call st
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
@@ -172,6 +175,39 @@ def example_value(node: Any) -> Any:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
+class _NamedParts(BlockMask):
+    """A BlockMask each of whose parts is its own name, to ask torch where it puts them."""
+
+    def __init__(self) -> None:
+        self.seq_lengths: Any = ("q_len", "kv_len")
+        self.BLOCK_SIZE: Any = ("q_block_size", "kv_block_size")
+
+    def __getattr__(self, name: str) -> Any:
+        return name
+
+
+@lru_cache(maxsize=1)
+def unknown_layout() -> str | None:
+    """How this torch writes calls in another way than this file reads them; None if it doesn't.
+
+    A later torch may put the parts of a BlockMask in another order without changing their number,
+    which no single call would show.
+    """
+    names = tuple(inspect.signature(type(FLEX_ATTENTION).__call__).parameters)[1:]
+    if names != _PARAMETERS:
+        return f"unknown arguments of flex_attention: {', '.join(names)}"
+    parts = _NamedParts().as_tuple()
+    if len(parts) not in _BLOCK_MASK_SIZES:
+        return _unknown_entries(len(parts))
+    for name, place in _BLOCK_MASK_PLACES.items():
+        if parts[place] != name:
+            return (
+                f"unknown layout of the block mask: this torch has {parts[place]} where {name} "
+                "is known to be"
+            )
+    return None
+
+
 def read_flex_call(node: fx.Node) -> FlexCall:
     """Read the arguments of a flex_attention call.
 
@@ -179,6 +215,8 @@ def read_flex_call(node: fx.Node) -> FlexCall:
         KeepFlex: the layout of the call is none of those known, or a part that must be a constant
             isn't.
     """
+    if (unknown := unknown_layout()) is not None:
+        raise KeepFlex(unknown)
     arguments: dict[str, Any] = dict(zip(_PARAMETERS, node.args, strict=False))
     arguments.update(node.kwargs)
     arguments.setdefault("score_mod_other_buffers", ())
@@ -189,10 +227,7 @@ def read_flex_call(node: fx.Node) -> FlexCall:
     block_mask = arguments["block_mask"]
     if not isinstance(block_mask, (tuple, list)) or len(block_mask) not in _BLOCK_MASK_SIZES:
         given = len(block_mask) if isinstance(block_mask, (tuple, list)) else type(block_mask)
-        raise KeepFlex(
-            f"unknown layout of the block mask: {given} entries, known are "
-            + " and ".join(f"{n} ({where})" for n, where in _BLOCK_MASK_SIZES.items())
-        )
+        raise KeepFlex(_unknown_entries(given))
     parts = {name: block_mask[place] for name, place in _BLOCK_MASK_PLACES.items()}
 
     tensors = {name: arguments[name] for name in ("query", "key", "value")}
@@ -316,6 +351,11 @@ def is_identity(score_mod: fx.GraphModule) -> bool:
     if isinstance(result, Sequence) and len(result) == 1:
         (result,) = result
     return result is next(iter(score_mod.graph.find_nodes(op="placeholder")), None)
+
+
+def _unknown_entries(given: object) -> str:
+    known = " and ".join(f"{n} ({where})" for n, where in _BLOCK_MASK_SIZES.items())
+    return f"unknown layout of the block mask: {given} entries, known are {known}"
 
 
 def _is_getitem(user: fx.Node, node: fx.Node) -> bool:

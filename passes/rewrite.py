@@ -28,6 +28,7 @@ from tree_attn_op.errors import UnsupportedMask
 from tree_attn_op.kernels.choice import describe, preferred_list_blocks
 from tree_attn_op.lowering import CapturedInfo, Lowered, emit, lower
 
+from .built_masks import derive_built_lists
 from .cache_key import source_digest
 from .checks import check_call, check_capture, check_lists, operand_dtype
 from .edit import GraphEdit
@@ -117,8 +118,10 @@ class TreeAttentionPass(CustomGraphPass):
     def _run(self, graph: fx.Graph) -> None:
         for body in _nested_graphs(graph):
             self._run(body)
+        built = derive_built_lists(graph)
+        counters["inductor"]["tree_attn_built"] += built
         rewritten = self._rewrite_calls(graph)
-        if (hoist_masks(graph) or rewritten) and graph.owning_module is not None:
+        if (hoist_masks(graph) or rewritten or built) and graph.owning_module is not None:
             graph.owning_module.recompile()
 
     def _rewrite_calls(self, graph: fx.Graph) -> bool:

@@ -102,6 +102,52 @@ def _pairs(block_mask: BlockMask, name: str) -> list[tuple[int, int]]:
     return [(i, j) for i, row in enumerate(indices) for j in row[: number[i]]]
 
 
+@pytest.mark.parametrize("lengths", [(0, 70), (70, 0), (0, 0)])
+def test_no_tokens(lengths: tuple[int, int]) -> None:
+    """Also for a mask that can't be proven: there is nothing to prove."""
+
+    def per_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (h == 0)
+
+    for mask_mod in (forms(70)["tree"], per_head):
+        block_mask = create_block_mask(mask_mod, 2, 3, *lengths, device="cpu", BLOCK_SIZE=32)
+        rows, columns = (-(-length // 32) for length in lengths)
+        assert block_mask.seq_lengths == lengths
+        assert block_mask.kv_indices.shape == (2, 3, rows, columns)
+        assert block_mask.full_q_indices is not None
+        assert block_mask.full_q_indices.shape == (2, 3, columns, rows)
+        for counts in (block_mask.kv_num_blocks, block_mask.full_q_num_blocks):
+            assert counts is not None
+            assert not counts.any()
+
+
+def test_one_block_for_everything() -> None:
+    mask_mod = forms(300)["tree"]
+    block_mask = create_block_mask(mask_mod, 1, 1, 300, 300, device="cpu", BLOCK_SIZE=1 << 30)
+    assert block_mask.kv_num_blocks.tolist() == [[[1]]]
+    assert block_mask.full_kv_num_blocks is not None
+    assert block_mask.full_kv_num_blocks.tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"BLOCK_SIZE": 0}, "BLOCK_SIZE"),
+        ({"BLOCK_SIZE": (32, -16)}, "BLOCK_SIZE"),
+        ({"BLOCK_SIZE": (32, 32, 32)}, "BLOCK_SIZE"),
+        ({"BLOCK_SIZE": 32.0}, "BLOCK_SIZE"),
+        ({"B": -1}, "B must be"),
+        ({"H": 1.5}, "H must be"),
+        ({"Q_LEN": -3}, "Q_LEN must be"),
+        ({"KV_LEN": "9"}, "KV_LEN must be"),
+    ],
+)
+def test_sizes_that_are_none(options: dict, message: str) -> None:
+    sizes = {"B": 1, "H": 1, "Q_LEN": 64, "KV_LEN": 64, **options}
+    with pytest.raises((TypeError, ValueError), match=message):
+        create_block_mask(forms(64)["tree"], device="cpu", **sizes)
+
+
 def test_compiled() -> None:
     end = tree_case(300, leaves=5).k_vals[0, 0].long()
 

@@ -195,12 +195,12 @@ def test_block_mask(hand_made: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((-1, 64, 64), "B must be an int of at least 0, got -1"),
-        ((1.5, 64, 64), "B must be an int of at least 0, got 1.5"),
-        ((1, -64, 64), "Q_LEN must be an int of at least 0, got -64"),
-        ((1, 64, "64"), "KV_LEN must be an int of at least 0, got '64'"),
+        ((-1, 64, 64), "B must be at least 0, got -1"),
+        ((1.5, 64, 64), "B must be an int, got 1.5"),
+        ((1, -64, 64), "Q_LEN must be at least 0, got -64"),
+        ((1, 64, "64"), "KV_LEN must be an int, got '64'"),
     ],
 )
 def test_sizes_that_are_no_counts(sizes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         TreeMask.from_mask_mod(lambda b, h, q, k: q >= k, *sizes)

@@ -275,6 +275,15 @@ def test_autocast_leaves_float64() -> None:
         assert made.call(*inputs, SCALE)[0].dtype == torch.float64
 
 
+def test_backward_under_autocast() -> None:
+    made = tree_case(40)
+    inputs = operands(1, (2, 1), (40, 40), dtype=torch.float32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made.call(*inputs, SCALE)[0]
+        grads = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+    torch.testing.assert_close(grads, torch.autograd.grad(out.square().sum(), inputs))
+
+
 def test_frozen_inputs_get_no_gradient() -> None:
     made = tree_case(40)
     query, key, value = operands(1, (2, 1), (40, 40))

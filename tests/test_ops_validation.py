@@ -204,3 +204,10 @@ def test_block_lists_of_full_blocks_only() -> None:
         OPS.block_lists(
             made.q_vals, made.k_vals, made.predicate, LENGTH, LENGTH, *lists, 32, 32, 32, 32
         )
+
+
+def test_full_at_ends_is_for_derived_lists() -> None:
+    made = tree_case(LENGTH)
+    arguments = (made.q_vals, made.k_vals, made.predicate, LENGTH, LENGTH)
+    with pytest.raises(ValueError, match="full_at_ends=False is for lists derived"):
+        OPS.block_lists(*arguments, *made.lists.key_side, 32, 32, 32, 32, False)

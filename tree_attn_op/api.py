@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from . import validation
+from .arguments import check_number, check_type
 from .mask import TreeMask, finest_common
 
 CPU_LIST_BLOCK = 64
@@ -62,8 +63,7 @@ def tree_attention(
         raise ValueError(
             f"the mask is on {mask.device} and query on {query.device}: use mask.to(...)"
         )
-    if scale is None:
-        scale = query.shape[3] ** -0.5
+    scale = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
     lists = mask.block_lists_for(*list_blocks(query, key, value, mask))
     out, lse = torch.ops.tree_attn_op.tree_attention(
         query,
@@ -75,7 +75,7 @@ def tree_attention(
         *lists.tensors,
         lists.q_block_size,
         lists.kv_block_size,
-        float(scale),
+        scale,
     )
     if return_aux is None:
         return out
@@ -97,6 +97,7 @@ def check_options(
             raise ValueError(
                 "return_aux supports lse only, got max_scores=True: flex_attention computes those"
             )
+    check_type("enable_gqa", enable_gqa, bool, "a bool")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True "

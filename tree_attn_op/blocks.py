@@ -13,8 +13,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import check_type
 from .predicate import EMPTY, FULL, PARTIAL, Bounds, Predicate
 
 if TYPE_CHECKING:
@@ -105,7 +107,15 @@ class BlockLists:
 
     @staticmethod
     def from_block_mask(block_mask: BlockMask) -> BlockLists:
-        """The lists of a flex BlockMask; its mask_mod is not looked at."""
+        """The lists of a flex BlockMask; its mask_mod is not looked at.
+
+        Raises:
+            TypeError: it is no BlockMask.
+        """
+        # Not at the top: everything imports this module, and few need flex.
+        from torch.nn.attention.flex_attention import BlockMask
+
+        check_type("block_mask", block_mask, BlockMask, "a BlockMask")
         q_len, kv_len = block_mask.seq_lengths
         q_block, kv_block = block_mask.BLOCK_SIZE
         return BlockLists(
@@ -127,6 +137,7 @@ class BlockLists:
 def _tile_bounds(rows: Tensor, block: int) -> list[Bounds]:
     """Least and greatest value of each row over its tiles, int64 ``[B, tiles]``."""
     length = rows.shape[-1]
+    block = min(block, length)
     tail = -length % block
     if tail:
         # Repeating the last token fills the tail tile without widening its bounds.
@@ -179,6 +190,19 @@ def classify_tiles(
         q_vals.dtype,
     )
     return state.expand(shape)
+
+
+def partial_at_ends(
+    state: Tensor, q_len: int, kv_len: int, q_block_size: int, kv_block_size: int
+) -> Tensor:
+    """``state`` ``[..., rows, columns]`` with full blocks that run over an end called partial."""
+    rows, columns = state.shape[-2:]
+    over = torch.zeros(rows, columns, dtype=torch.bool, device=state.device)
+    if q_len % q_block_size:
+        over[-1] = True
+    if kv_len % kv_block_size:
+        over[:, -1] = True
+    return torch.where(over & (state == FULL), PARTIAL, state)
 
 
 def _mark(state: Tensor, num_blocks: Tensor, indices: Tensor, value: int) -> None:
@@ -280,6 +304,20 @@ def lists_of(state: Tensor) -> tuple[Tensor, ...]:
         lists += compact(view == PARTIAL)
         lists += compact(view == FULL)
     return tuple(lists)
+
+
+def lists_of_mask(mask: Tensor, q_block_size: int, kv_block_size: int) -> tuple[Tensor, ...]:
+    """The eight lists that flex's builder makes of a dense mask, bool ``[B, H, q_len, kv_len]``.
+
+    Quadratic in the length; a block that runs over an end is partial.
+    """
+    q_len, kv_len = mask.shape[-2:]
+    padded = F.pad(mask, (0, -kv_len % kv_block_size, 0, -q_len % q_block_size))
+    tiles = padded.unflatten(-1, (-1, kv_block_size)).unflatten(-3, (-1, q_block_size))
+    pairs = tiles.sum((-3, -1))
+    full = pairs == q_block_size * kv_block_size
+    # EMPTY, PARTIAL and FULL are 0, 1 and 2.
+    return lists_of((pairs > 0).to(torch.int8) + full.to(torch.int8))
 
 
 def transpose_lists(num_blocks: Tensor, indices: Tensor, columns: int) -> Lists:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from . import validation
+from .arguments import as_device, check_callable, check_int, check_tensor, check_type
 from .blocks import BlockLists, dense_meaning
+from .lasting import lasting
 from .lowering.cache import values_of_mask_mod
 from .mask_mod import MaskMod, mask_mod_of
 from .predicate import Predicate
@@ -42,17 +44,25 @@ class TreeMask:
     k_vals: Tensor
     lists: BlockLists
     _refined: dict[tuple[int, int], BlockLists]
+    _lists_of_op: bool
 
     def __init__(
         self, predicate: Predicate, q_vals: Tensor, k_vals: Tensor, lists: BlockLists
     ) -> None:
         refined: dict[tuple[int, int], BlockLists] = {}
+        check_type("predicate", predicate, Predicate, "a Predicate")
+        check_tensor("q_vals", q_vals)
+        check_tensor("k_vals", k_vals)
+        check_type("lists", lists, BlockLists, "BlockLists")
+        if not torch.compiler.is_compiling():
+            q_vals, k_vals, lists = lasting(q_vals), lasting(k_vals), _lasting_lists(lists)
         for name, given in (
             ("predicate", predicate),
             ("q_vals", q_vals),
             ("k_vals", k_vals),
             ("lists", lists),
             ("_refined", refined),
+            ("_lists_of_op", False),
         ):
             object.__setattr__(self, name, given)
         # While torch.compile traces, the values are not there yet: the op checks them as it runs.
@@ -106,7 +116,11 @@ class TreeMask:
         """
         if isinstance(predicate, str):
             predicate = Predicate.parse(predicate)
-        q_block, kv_block = _pair(BLOCK_SIZE)
+        check_type("predicate", predicate, Predicate, "a Predicate or its text")
+        check_tensor("q_vals", q_vals)
+        check_tensor("k_vals", k_vals)
+        validation.check_counts(q_len=q_len, kv_len=kv_len)
+        q_block, kv_block = validation.block_sizes(BLOCK_SIZE)
         tensors = torch.ops.tree_attn_op.block_lists(
             q_vals,
             k_vals,
@@ -123,7 +137,22 @@ class TreeMask:
             kv_block,
         )
         lists = BlockLists.of(tensors, q_block, kv_block, q_len, kv_len)
-        return TreeMask(predicate, q_vals, k_vals, lists)
+        return TreeMask.of_op_lists(predicate, q_vals, k_vals, lists)
+
+    @staticmethod
+    def of_op_lists(
+        predicate: Predicate, q_vals: Tensor, k_vals: Tensor, lists: BlockLists
+    ) -> TreeMask:
+        """A mask whose lists the op ``block_lists`` made, so that kernels may follow them.
+
+        Other lists go through that op first; see :meth:`block_lists_for`.
+
+        Args:
+            predicate, q_vals, k_vals, lists: as of the class.
+        """
+        mask = TreeMask(predicate, q_vals, k_vals, lists)
+        object.__setattr__(mask, "_lists_of_op", True)
+        return mask
 
     @staticmethod
     def from_mask_mod(
@@ -149,9 +178,9 @@ class TreeMask:
             ValueError: a size that is no count.
         """
         batch = 1 if B is None else B
-        for name, size in (("B", batch), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ValueError(f"{name} must be an int of at least 0, got {size!r}")
+        check_callable("mask_mod", mask_mod)
+        validation.check_counts(B=batch, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
+        device = as_device(device)
         predicate, q_vals, k_vals = values_of_mask_mod(mask_mod, batch, Q_LEN, KV_LEN, device)
         return TreeMask.from_predicate(
             predicate, q_vals, k_vals, Q_LEN, KV_LEN, BLOCK_SIZE=BLOCK_SIZE
@@ -163,6 +192,7 @@ class TreeMask:
 
         Raises:
             UnsupportedMask: the mask_mod is no separable predicate; ``.reason`` says why.
+            TypeError: it is no BlockMask.
         """
         lists = BlockLists.from_block_mask(block_mask)
         predicate, q_vals, k_vals = values_of_mask_mod(
@@ -202,6 +232,7 @@ class TreeMask:
 
     @property
     def device(self) -> torch.device:
+        """Where the values and the block lists are."""
         return self.q_vals.device
 
     def __repr__(self) -> str:
@@ -221,9 +252,11 @@ class TreeMask:
 
     def to(self, device: torch.device | str) -> TreeMask:
         """The mask on another device; this one if it is there."""
-        if torch.device(device) == self.device:
+        device = as_device(device)
+        if device == self.device:
             return self
-        return TreeMask(
+        make = TreeMask.of_op_lists if self._lists_of_op else TreeMask
+        return make(
             self.predicate,
             self.q_vals.to(device),
             self.k_vals.to(device),
@@ -233,11 +266,26 @@ class TreeMask:
     def block_lists_for(self, q_block_size: int, kv_block_size: int) -> BlockLists:
         """Lists of finer blocks with the same meaning; computed once for each pair of sizes.
 
+        On a GPU, lists that were not made by the op ``block_lists`` are refined even to their own
+        size: whatever they hold, kernels can then follow them (see ``list_checks``).
+
         Args:
             q_block_size, kv_block_size: divisors of the mask's own block sizes.
+
+        Raises:
+            TypeError, ValueError: they are not.
         """
         own = self.lists
-        if (q_block_size, kv_block_size) == (own.q_block_size, own.kv_block_size):
+        for name, size, whole in (
+            ("q_block_size", q_block_size, own.q_block_size),
+            ("kv_block_size", kv_block_size, own.kv_block_size),
+        ):
+            check_int(name, size)
+            validation.check_block_size(name, size)
+            if whole % size:
+                raise ValueError(f"{name} must divide the mask's own of {whole}, got {size}")
+        can_follow = self._lists_of_op or self.device.type == "cpu"
+        if can_follow and (q_block_size, kv_block_size) == (own.q_block_size, own.kv_block_size):
             return own
         # A graph that is being compiled computes them itself: what it holds must not be kept here.
         keep = not torch.compiler.is_compiling()
@@ -253,7 +301,7 @@ class TreeMask:
         )
         refined = BlockLists.of(tensors, q_block_size, kv_block_size, own.q_len, own.kv_len)
         if keep:
-            self._refined[q_block_size, kv_block_size] = refined
+            refined = self._refined[q_block_size, kv_block_size] = _lasting_lists(refined)
         return refined
 
     @property
@@ -277,13 +325,13 @@ class TreeMask:
         return {**self.__dict__, "_refined": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        kept = {name: lasting(state[name]) for name in ("q_vals", "k_vals")}
+        self.__dict__.update(state, **kept, lists=_lasting_lists(state["lists"]))
 
 
-def _pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(block_size, int):
-        return block_size, block_size
-    return block_size[0], block_size[1]
+def _lasting_lists(lists: BlockLists) -> BlockLists:
+    made_for_inference = any(one is not None and one.is_inference() for one in lists.tensors)
+    return lists.map(lasting) if made_for_inference else lists
 
 
 def finest_common(size: int, wanted: int) -> int:

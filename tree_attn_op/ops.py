@@ -2,7 +2,9 @@
 
 - ``tree_attn_op::tree_attention``: attention over the pairs that block lists and predicate allow;
 - ``tree_attn_op::tree_attention_backward``: its gradients, through lse as well;
-- ``tree_attn_op::block_lists``: block lists from a predicate, or finer ones from given lists.
+- ``tree_attn_op::block_lists``: block lists from a predicate, or finer ones from given lists;
+- ``tree_attn_op::block_lists_of_mask``: block lists of a dense mask, which stands in a graph until
+  the pass has proven what the mask means.
 
 DESIGN.md has the schemas, the shapes and what always holds. Importing this needs no Triton.
 """
@@ -15,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import blocks, cpu, validation
+from . import blocks, cpu, list_checks, validation
+from .arguments import check_tensor
 from .blocks import cdiv
 from .kernels.choice import choose_kernels
 from .layout import empty_like_layout
@@ -38,7 +42,10 @@ _SCHEMAS = {
     Tensor value, Tensor out, Tensor lse, {_MASK}) -> (Tensor, Tensor, Tensor)""",
     "block_lists": """(Tensor q_vals, Tensor k_vals, str predicate, SymInt q_len, SymInt kv_len,
     Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices,
-    SymInt q_block_size, SymInt kv_block_size, SymInt new_q_block_size, SymInt new_kv_block_size)
+    SymInt q_block_size, SymInt kv_block_size, SymInt new_q_block_size, SymInt new_kv_block_size,
+    bool full_at_ends=True)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""",
+    "block_lists_of_mask": """(Tensor mask, SymInt q_block_size, SymInt kv_block_size)
     -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""",
 }
 
@@ -51,6 +58,9 @@ for _name, _schema in _SCHEMAS.items():
     )
 
 _GPU = "CUDA"
+
+
+_OPS = getattr(torch.ops, NAMESPACE)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:
@@ -93,12 +103,15 @@ def _check_call(
     validation.check_values(predicate, q_vals, k_vals, q_len, kv_len, query.device)
     assert lists[0] is not None
     validation.check_broadcast(query.shape[0], query.shape[1], q_vals, k_vals, lists[0])
+    if list_checks.enabled():
+        list_checks.check_contents(lists)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
     q_vals, k_vals, predicate, *rest = mask
     lists, sizes = tuple(rest[:8]), rest[8:]
     _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
+    _refuse_forward_mode()
     if 0 in query.shape[:3] or key.shape[2] == 0:
         out, lse = _fake_forward(query, key, value, *mask)
         return out.zero_(), lse.fill_(float("-inf"))
@@ -118,6 +131,7 @@ def _serving(
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+    _check_fakes("tree_attention", query, key, value, *mask)
     batch, heads, q_len, _ = query.shape
     out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]), query.dtype)
     lse = query.new_empty((batch, heads, q_len), dtype=_lse_dtype(query))
@@ -143,7 +157,7 @@ def _backward(
     _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
     validation.check_gradients(grad_out, grad_lse, query, value, out, lse)
     if 0 in query.shape[:3] or key.shape[2] == 0:
-        dq, dk, dv = _fake_backward(grad_out, grad_lse, query, key, value)
+        dq, dk, dv = _fake_backward(grad_out, grad_lse, query, key, value, out, lse, *mask)
         return dq.zero_(), dk.zero_(), dv.zero_()
     saved = (grad_out, grad_lse, query, key, value, out, lse, q_vals, k_vals, predicate)
     if query.device.type == "cpu":
@@ -182,6 +196,7 @@ def _fake_backward(
     value: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_fakes("tree_attention_backward", grad_out, grad_lse, query, key, value, *rest)
     dq, dk, dv = (
         empty_like_layout(tensor, tensor.shape, tensor.dtype) for tensor in (query, key, value)
     )
@@ -206,8 +221,10 @@ def _block_lists(
     kv_block_size: int,
     new_q_block_size: int,
     new_kv_block_size: int,
+    full_at_ends: bool = True,
 ) -> tuple[Tensor, ...]:
     lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+    check_tensor("q_vals", q_vals)
     validation.check_values(predicate, q_vals, k_vals, q_len, kv_len, q_vals.device)
     validation.check_lists(lists, q_len, kv_len, q_block_size, kv_block_size, q_vals.device)
     for name, new, old in (
@@ -217,15 +234,24 @@ def _block_lists(
         validation.check_block_size(name, new)
         if kv_num_blocks is not None and old % new:
             raise ValueError(f"{name} must divide the lists' block size {old}, got {new}")
+    validation.check_list_batch(q_vals, k_vals, kv_num_blocks)
     if kv_num_blocks is None and full_kv_num_blocks is not None:
         raise ValueError("kv_num_blocks is missing, full_kv_num_blocks is given")
+    if kv_num_blocks is not None and not full_at_ends:
+        raise ValueError("full_at_ends=False is for lists derived from the predicate alone")
+    if kv_num_blocks is not None and list_checks.enabled():
+        list_checks.check_contents(lists)
     sizes = (q_block_size, kv_block_size, new_q_block_size, new_kv_block_size)
     empty = 0 in (q_len, kv_len, q_vals.shape[0], k_vals.shape[0])
+    empty = empty or (kv_num_blocks is not None and 0 in kv_num_blocks.shape)
     parsed = Predicate.parse(predicate)
     if q_vals.device.type != "cpu" and not empty:
         build = _kernels("portable.block_lists").block_lists
-        return build(q_vals, k_vals, parsed, q_len, kv_len, *lists, *sizes)
+        at_ends = {"full_at_ends": full_at_ends}
+        return build(q_vals, k_vals, parsed, q_len, kv_len, *lists, *sizes, **at_ends)
     states = blocks.refined_states(parsed, q_vals, k_vals, q_len, kv_len, lists, *sizes)
+    if not full_at_ends:
+        states = blocks.partial_at_ends(states, q_len, kv_len, *sizes[2:])
     return blocks.lists_of(states)
 
 
@@ -240,10 +266,9 @@ def flex_lists(
     batch: int,
     heads: int,
 ) -> tuple[Tensor, ...]:
-    """The eight lists that flex's builder makes: ``block_lists`` with a difference at the ends.
+    """The eight lists that flex's builder makes: ``block_lists`` with ``full_at_ends=False``.
 
-    A block that runs over an end is listed as partial even if it is full. Not an op, and the
-    arguments are not checked: for callers who made the values themselves.
+    Not an op, and the arguments are not checked: for callers who made the values themselves.
 
     Args:
         predicate, q_vals, k_vals: as in ``block_lists``; the values may have any strides.
@@ -279,7 +304,10 @@ def _fake_block_lists(
     kv_block_size: int,
     new_q_block_size: int,
     new_kv_block_size: int,
+    full_at_ends: bool = True,
 ) -> tuple[Tensor, ...]:
+    lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+    _check_fakes("block_lists", q_vals, k_vals, predicate, q_len, kv_len, *lists)
     batches = [q_vals.shape[:1], k_vals.shape[:1]]
     heads = 1
     if kv_num_blocks is not None:
@@ -287,11 +315,33 @@ def _fake_block_lists(
         heads = kv_num_blocks.shape[1]
     (batch,) = torch.broadcast_shapes(*batches)
     rows, columns = cdiv(q_len, new_q_block_size), cdiv(kv_len, new_kv_block_size)
-    lists = []
+    made = []
     for shape in ((rows, columns), (columns, rows)):
         for tail in (shape[:1], shape, shape[:1], shape):
-            lists.append(q_vals.new_empty((batch, heads, *tail), dtype=torch.int32))
-    return tuple(lists)
+            made.append(q_vals.new_empty((batch, heads, *tail), dtype=torch.int32))
+    return tuple(made)
+
+
+def _check_fakes(name: str, *arguments: Any) -> None:
+    """What fakes check: what needs no guard on a size.
+
+    A meta tensor among others brings a call here too, whose result would be of no meaning.
+    """
+    names = [argument.name for argument in getattr(_OPS, name).default._schema.arguments]
+    given = dict(zip(names, arguments, strict=False))
+    for each in ("query", "q_vals", "k_vals"):
+        if each in given:
+            check_tensor(each, given[each])
+    if "query" in given:
+        validation.check_ranks_and_devices(given["query"], given["key"], given["value"])
+    device = given["query" if "query" in given else "q_vals"].device
+    for each, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.device != device:
+            raise ValueError(f"{each} must be on {device}, got {tensor.device}")
+
+
+# Composite, so that a compiler sees the arithmetic and never holds the whole mask.
+_library.impl("block_lists_of_mask", blocks.lists_of_mask, "CompositeImplicitAutograd")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -336,6 +386,16 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> Any:
     )
 
 
+def _refuse_forward_mode() -> None:
+    # Where no input requires a gradient, torch would drop the tangents and say nothing. Whether
+    # there are any cannot be asked for everywhere that a kernel may be called from.
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "tree attention does not support forward-mode differentiation (torch.func.jvp and "
+            "linearize, forward_ad): use torch.autograd.grad or backward"
+        )
+
+
 def _no_functorch(*arguments: Any) -> Any:
     raise RuntimeError(
         "tree attention does not support the transforms of torch.func (grad, vmap, jvp, ...): use "
@@ -360,14 +420,26 @@ def _autocast(device_type: str) -> Any:
     return attention
 
 
+def _backward_in_autocast(device_type: str) -> Any:
+    """The backward where it is called under torch.autocast: in the dtypes that it is given."""
+
+    def backward(*arguments: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.tree_attn_op.tree_attention_backward.default(*arguments)
+
+    return backward
+
+
 for _key in ("CPU", _GPU):
     _library.impl("tree_attention", _forward, _key)
     _library.impl("tree_attention_backward", _backward, _key)
     _library.impl("block_lists", _block_lists, _key)
+    _library.impl("tree_attention", _autocast(_key.lower()), f"Autocast{_key}")
+    _library.impl(
+        "tree_attention_backward", _backward_in_autocast(_key.lower()), f"Autocast{_key}"
+    )
 # Else torch reports that an autograd.Function inside torch.library lacks a method.
 _library.impl("tree_attention", _no_functorch, "FuncTorchDynamicLayerFrontMode")
-_library.impl("tree_attention", _autocast("cpu"), "AutocastCPU")
-_library.impl("tree_attention", _autocast("cuda"), "AutocastCUDA")
 for _name, _fake in (
     ("tree_attention", _fake_forward),
     ("tree_attention_backward", _fake_backward),

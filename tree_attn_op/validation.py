@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .arguments import check_int, check_tensor
 from .blocks import cdiv
 from .predicate import Predicate
 
@@ -31,8 +32,7 @@ def check_ranks_and_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
         ValueError: one has another rank or lies elsewhere.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}"
@@ -100,6 +100,37 @@ def check_block_size(name: str, size: int) -> None:
         raise ValueError(f"{name} must be a positive multiple of {BLOCK_MULTIPLE}, got {size}")
 
 
+def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """The block sizes of queries and of keys that a ``BLOCK_SIZE`` argument gives.
+
+    Raises:
+        TypeError: it is neither an int nor two.
+        ValueError: a size that is not positive.
+    """
+    sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2 or not all(map(_is_int, sizes)):
+        raise TypeError(f"BLOCK_SIZE must be an int or a pair of ints, got {block_size!r}")
+    q_block_size, kv_block_size = sizes
+    for size in sizes:
+        check_int("BLOCK_SIZE", size, least=1)
+    return q_block_size, kv_block_size
+
+
+def check_counts(**counts: int) -> None:
+    """Check that each named size is an int of at least 0.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    for name, count in counts.items():
+        check_int(name, count, least=0)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def check_values(
     predicate: str, q_vals: Tensor, k_vals: Tensor, q_len: int, kv_len: int, device: torch.device
 ) -> None:
@@ -110,6 +141,7 @@ def check_values(
         ValueError: values of another length, batch or device.
     """
     for name, values in (("q_vals", q_vals), ("k_vals", k_vals)):
+        check_tensor(name, values)
         if values.device != device:
             raise ValueError(f"{name} must be on {device}, got {values.device}")
     Predicate.parse(predicate).check_values(q_vals, k_vals)
@@ -145,6 +177,7 @@ def check_lists(
     check_block_size("kv_block_size", kv_block_size)
     rows, columns = cdiv(q_len, q_block_size), cdiv(kv_len, kv_block_size)
     leading: torch.Size | None = None
+    first = ""
     for at, prefix in zip(range(0, len(lists), 2), _LIST_NAMES, strict=False):
         number, indices = lists[at], lists[at + 1]
         num_name, name = f"{prefix}_num_blocks", f"{prefix}_indices"
@@ -155,12 +188,13 @@ def check_lists(
             continue
         shape = (rows, columns) if "q" not in prefix else (columns, rows)
         for each, tensor, tail in ((num_name, number, shape[:1]), (name, indices, shape)):
+            check_tensor(each, tensor)
             if tensor.dtype != torch.int32:
                 raise TypeError(f"{each} must be int32, got {_names([tensor.dtype])}")
             if tensor.device != device:
                 raise ValueError(f"{each} must be on {device}, got {tensor.device}")
             if leading is None:
-                leading = tensor.shape[:2]
+                leading, first = tensor.shape[:2], each
             if tensor.dim() != 2 + len(tail) or tensor.shape[2:] != tail:
                 raise ValueError(
                     f"{each} must be [batch, heads, {', '.join(map(str, tail))}] for lengths "
@@ -169,9 +203,20 @@ def check_lists(
                 )
             if tensor.shape[:2] != leading:
                 raise ValueError(
-                    "all block lists must agree in batch and heads, got "
-                    f"{tuple(leading)} and {tuple(tensor.shape[:2])} ({each})"
+                    f"all block lists must agree in batch and heads, got {tuple(leading)} of "
+                    f"{first} and {tuple(tensor.shape[:2])} of {each}"
                 )
+
+
+def check_list_batch(q_vals: Tensor, k_vals: Tensor, kv_num_blocks: Tensor | None) -> None:
+    """Check that block lists that are to be refined broadcast to the batch of the values."""
+    batch = max(q_vals.shape[0], k_vals.shape[0])
+    if kv_num_blocks is None or batch == 1 or kv_num_blocks.shape[0] in (1, batch):
+        return
+    raise ValueError(
+        f"the batch size of kv_num_blocks must be 1 or {batch}, that of q_vals and k_vals; got "
+        f"{kv_num_blocks.shape[0]}"
+    )
 
 
 def check_broadcast(
@@ -211,9 +256,13 @@ def check_gradients(
         ("lse", lse, out_shape[:3]),
         ("grad_lse", grad_lse, out_shape[:3]),
     ):
-        if tensor is None:
+        if tensor is None and name == "grad_lse":
             continue
+        check_tensor(name, tensor)
+        assert tensor is not None
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating, got {_names([tensor.dtype])}")
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on {query.device}, got {tensor.device}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.strategies import random_values
+from tree_attn_op.blocks import lists_of as plain_lists_of
+from tree_attn_op.blocks import refined_states
 from tree_attn_op.predicate import Bounds, Predicate
 
 PREDICATES = (
@@ -75,8 +78,8 @@ def problem(seed: int, refine: bool) -> tuple[tuple, list[Tensor]]:
     # Sorted rows make all three states common.
     q_vals = random_values(generator, 2, q_len, dtype, batches[0]).sort(-1).values
     k_vals = random_values(generator, 2, kv_len, dtype, batches[1]).sort(-1).values
-    text = PREDICATES[seed % len(PREDICATES)]
-    states = _states(Predicate.parse(text), q_vals, k_vals).unsqueeze(1)
+    predicate = Predicate.parse(PREDICATES[seed % len(PREDICATES)])
+    states = _states(predicate, q_vals, k_vals).unsqueeze(1)
     given: list[Tensor | None] = [None] * 4
     if refine:
         ratio = 3
@@ -95,5 +98,33 @@ def problem(seed: int, refine: bool) -> tuple[tuple, list[Tensor]]:
         sizes = (block, block, TILE, TILE)
     else:
         sizes = (TILE, TILE, TILE, TILE)
-    arguments = (q_vals, k_vals, text, q_len, kv_len, *given, *sizes)
+    arguments = (q_vals, k_vals, predicate, q_len, kv_len, *given, *sizes)
     return arguments, lists_of(states)
+
+
+def flex_problem(seed: int) -> tuple[tuple, list[Tensor], dict[str, Any]]:
+    """As ``problem``, for lists as flex's builder makes them, of given batch and heads."""
+    (q_vals, k_vals, predicate, q_len, kv_len, *rest), _ = problem(seed, refine=False)
+    states = _states(predicate, q_vals, k_vals).unsqueeze(1).clone()
+    for length, dim in ((q_len, -2), (kv_len, -1)):
+        if length % TILE:
+            states.select(dim, -1).clamp_(max=1)
+    batch, heads = (states.shape[0], 2) if states.shape[0] > 1 else (3, 1)
+    states = states.expand(batch, heads, *states.shape[2:])
+    options = {"batch": batch, "heads": heads, "full_at_ends": False}
+    # Values of other strides than those of a contiguous tensor.
+    q_vals, k_vals = (values.repeat_interleave(2, -1)[..., ::2] for values in (q_vals, k_vals))
+    return (q_vals, k_vals, predicate, q_len, kv_len, *rest), lists_of(states), options
+
+
+def wide_problem(seed: int, tile: int) -> tuple[tuple, list[Tensor]]:
+    """Many tiles, or tiles of many tokens, and what the implementation in plain torch lists."""
+    generator = torch.Generator().manual_seed(seed)
+    predicate = Predicate.parse(PREDICATES[seed % len(PREDICATES)])
+    q_len, kv_len = 430 + seed, 330 - seed
+    q_vals = random_values(generator, 2, q_len, torch.int32, 2).sort(-1).values
+    k_vals = random_values(generator, 2, kv_len, torch.int32, 1).sort(-1).values
+    given = (None, None, None, None)
+    arguments = (q_vals, k_vals, predicate, q_len, kv_len, *given, *(tile,) * 4)
+    states = refined_states(predicate, q_vals, k_vals, q_len, kv_len, None, *(tile,) * 4)
+    return arguments, list(plain_lists_of(states))

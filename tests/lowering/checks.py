@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from tests.lowering.generator import KV_LEN, Q_LEN, B, RandomMask
-from tree_attn_op.lowering import Lowered, UnsupportedMask, evaluate, lower, lower_mask_mod
+from tree_attn_op.lowering import (
+    CapturedInfo,
+    Lowered,
+    UnsupportedMask,
+    evaluate,
+    lower,
+    lower_mask_mod,
+)
+from tree_attn_op.lowering.emission import evaluator
 
 
 def dense(
@@ -26,6 +34,11 @@ def dense(
         assert values.shape[0] in (1, batch)
         assert values.shape[1:] == (len(rows), length)
         assert values.is_contiguous()
+    infos = [CapturedInfo.of(value) for value in captured]
+    borrow = evaluator(lowered, infos, batch, q_len, kv_len, "cpu", borrow=True)
+    for values, borrowed in zip((q_vals, k_vals), borrow(*captured), strict=True):
+        assert borrowed.dtype is values.dtype
+        assert torch.equal(borrowed, values)
     return lowered.predicate.dense(q_vals, k_vals, q_len, kv_len).expand(batch, q_len, kv_len)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from tests.lowering.checks import dense, reference
 from tree_attn_op.errors import UnsupportedMask
 from tree_attn_op.lowering import CapturedInfo, Lowered, emit, evaluate, lower, lower_mask_mod
+from tree_attn_op.lowering.emission import evaluator
 
 
 def emitted(lowered: Lowered, infos: list[CapturedInfo], sizes: tuple[object, ...]) -> fx.Graph:
@@ -205,3 +206,21 @@ def test_fingerprint_tells_masks_apart() -> None:
     assert plain.fingerprint == lowered(lambda b, h, q, k, x, y: y[k] <= x[q]).fingerprint
     assert plain.fingerprint != lowered(lambda b, h, q, k, x, y: y[q] >= x[k]).fingerprint
     assert plain.fingerprint != lowered(lambda b, h, q, k, x, y: x[q] > y[k]).fingerprint
+
+
+def test_borrowed_rows_are_views_of_what_is_captured() -> None:
+    end, table = torch.arange(9), torch.randint(0, 3, (2, 5, 9))
+
+    def mask_mod(b, h, q, k):
+        return (q < end[k]) & (k <= table[b, 3, q])
+
+    lowered, captured = lower_mask_mod(mask_mod, "cpu")
+    infos = [CapturedInfo.of(tensor) for tensor in captured]
+    for batch, length in ((1, 9), (2, 7)):
+        module = evaluator(lowered, infos, batch, length, length, "cpu", borrow=True)
+        q_vals, k_vals = module(*captured)
+        expected = evaluate(lowered, captured, batch, length, length, "cpu")
+        assert torch.equal(q_vals, expected[0])
+        assert torch.equal(k_vals, expected[1])
+        for values, source in ((q_vals, table), (k_vals, end)):
+            assert values.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()

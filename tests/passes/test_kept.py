@@ -127,6 +127,31 @@ def test_score_mod(score_mod: Any) -> None:
     assert reason == "its score_mod changes the scores"
 
 
+SCORE_MODS = {
+    "where": (lambda score, b, h, q, k: torch.where(q >= k, score, -float("inf")), True),
+    "where_not": (lambda score, b, h, q, k: torch.where(q < k, -float("inf"), score), True),
+    "masked_fill": (lambda score, b, h, q, k: score.masked_fill(q < k, -float("inf")), True),
+    "alibi": (lambda score, b, h, q, k: score - 0.5 * (q - k), False),
+    "softcap": (lambda score, b, h, q, k: 20 * torch.tanh(score / 20), False),
+    "bias_and_mask": (
+        lambda score, b, h, q, k: torch.where(q >= k, score + (k - q), -float("inf")),
+        False,
+    ),
+    "penalty": (lambda score, b, h, q, k: torch.where(q >= k, score, -2.0), False),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_only_a_mask_is_sent_to_the_mask_mod(name: str) -> None:
+    score_mod, is_mask = SCORE_MODS[name]
+    tensors = qkv()
+    mask = block_mask(form_1(Tree(2, 192)), tensors)
+    backend = PassThenEager()
+    compiled(attention, backend)(*tensors, mask, score_mod=score_mod)
+    (call,) = backend.report.kept
+    assert ("mask_mod" in (call.hint or "")) == is_mask
+
+
 def test_score_mod_that_returns_its_score() -> None:
     tensors = qkv()
     mask = block_mask(form_1(Tree(2, 192)), tensors)

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..api import tree_attention
+from ..arguments import check_number, check_tensor
 from ..blocks import BlockLists
-from ..lowering import evaluate, lower_mask_mod
+from ..lasting import making_lasting
+from ..lowering.cache import prove
 from ..mask import TreeMask
 from .snapshot import Snapshot
 
@@ -78,12 +80,14 @@ def attention(
         UnsupportedMask: a BlockMask whose mask_mod cannot be proven.
     """
     chosen = choose_backend(backend)
-    query, key, value = (_to_bhsd(tensor, layout) for tensor in (query, key, value))
-    if sink is not None and sink.shape != query.shape[1:2]:
-        raise ValueError(
-            f"sink must have one logit for each of {query.shape[1]} query heads, got shape "
-            f"{tuple(sink.shape)}"
-        )
+    query, key, value = (
+        _to_bhsd(name, tensor, layout)
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    if scale is not None:
+        check_number("scale", scale)
+    if sink is not None:
+        _check_sink(sink, query)
     run = _flex if chosen == "flex" else _tree
     out, lse = run(query, key, value, mask, scale, sink is not None)
     if sink is not None:
@@ -119,7 +123,22 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
     Returns:
         Tensor of out's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: these are no tensors, or their sizes or devices do not fit.
     """
+    check_tensor("out", out)
+    check_tensor("lse", lse)
+    if out.dim() != 4 or lse.shape != out.shape[:3]:
+        raise ValueError(
+            "out must be [B, H, S, Dv] and lse [B, H, S] of the same sizes, got shapes "
+            f"{tuple(out.shape)} and {tuple(lse.shape)}"
+        )
+    if not lse.is_floating_point() or lse.device != out.device:
+        raise ValueError(
+            f"lse must be floating and on {out.device}, got {lse.dtype} on {lse.device}"
+        )
+    _check_sink(sink, out)
     share = torch.sigmoid(lse - sink.to(lse.dtype).view(1, -1, 1))
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
@@ -149,11 +168,10 @@ def as_tree_mask(mask: TreeMask | BlockMask) -> TreeMask:
         return known[1]
     lists = BlockLists.from_block_mask(mask)
     device = lists.kv_num_blocks.device
-    lowered, captured = lower_mask_mod(mask.mask_mod, device)
     batch = lists.kv_num_blocks.shape[0]
-    rows = evaluate(lowered, captured, batch, lists.q_len, lists.kv_len, device)
-    proven = TreeMask(lowered.predicate, *rows, lists)
-    _proven[mask] = Snapshot([*captured, *lists.tensors]), proven
+    found = prove(mask.mask_mod, batch, lists.q_len, lists.kv_len, device)
+    proven = TreeMask(found.predicate, *found.values(), lists)
+    _proven[mask] = Snapshot([*found.captured, *lists.tensors]), proven
     return proven
 
 
@@ -175,7 +193,8 @@ def as_block_mask(mask: TreeMask | BlockMask) -> BlockMask:
         return mask.block_mask
     known = _block_masks.get(mask)
     if known is None:
-        known = _block_masks[mask] = mask.block_mask
+        with making_lasting():
+            known = _block_masks[mask] = mask.block_mask
     return known
 
 
@@ -187,16 +206,29 @@ def _tree(
     scale: float | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    out, aux = tree_attention(
+    call, tree_mask = _call_of(mask)
+    out, aux = call(
         query,
         key,
         value,
-        as_tree_mask(mask),
+        tree_mask,
         scale=scale,
         enable_gqa=True,
         return_aux=AuxRequest(lse=with_lse),
     )
     return out, aux.lse
+
+
+def _call_of(mask: Any) -> tuple[Callable[..., Any], Any]:
+    """The attention function for a mask, and the mask that it takes."""
+    if not isinstance(mask, (TreeMask, BlockMask)):
+        # Not at the top: torch.distributed is of no use to most, and whoever has such a mask has
+        # imported it.
+        from ..distributed import ContextParallelMask, context_parallel_attention
+
+        if isinstance(mask, ContextParallelMask):
+            return context_parallel_attention, mask
+    return tree_attention, as_tree_mask(mask)
 
 
 def _flex(
@@ -207,14 +239,27 @@ def _flex(
     scale: float | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    block_mask = as_block_mask(mask)
+    _check_lengths(query, key, mask)
     # On a CPU flex computes the same uncompiled, and needs no C++ compiler for it.
     compiled = torch.compiler.is_compiling() or query.device.type == "cpu"
     flex: Any = flex_attention if compiled else _compiled_flex()
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
     if with_lse:
         options["return_aux"] = AuxRequest(lse=True)
-    result = flex(query, key, value, block_mask=as_block_mask(mask), **options)
+    result = flex(query, key, value, block_mask=block_mask, **options)
     return (result[0], result[1].lse) if with_lse else (result, None)
+
+
+def _check_lengths(query: Tensor, key: Tensor, mask: TreeMask | BlockMask) -> None:
+    """What the tree backend says too. flex names the lengths in some versions of torch only."""
+    made_for = (mask.q_len, mask.kv_len) if isinstance(mask, TreeMask) else mask.seq_lengths
+    given = (query.shape[2], key.shape[2])
+    if made_for != given:
+        raise ValueError(
+            f"the mask was built for lengths {made_for[0]} (query) and {made_for[1]} (key), got "
+            f"{given[0]} and {given[1]}"
+        )
 
 
 @cache
@@ -224,18 +269,32 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, options=options)
 
 
-def _to_bhsd(tensor: Tensor, layout: str) -> Tensor:
+def _check_sink(sink: Tensor, query: Tensor) -> None:
+    check_tensor("sink", sink)
+    if sink.shape != query.shape[1:2]:
+        raise ValueError(
+            f"sink must have one logit for each of {query.shape[1]} query heads, got shape "
+            f"{tuple(sink.shape)}"
+        )
+    if sink.device != query.device:
+        raise ValueError(
+            f"sink must be on the device of query and out, {query.device}, got {sink.device}"
+        )
+
+
+def _to_bhsd(name: str, tensor: Tensor, layout: str) -> Tensor:
+    check_tensor(name, tensor)
     if layout == "SHD":
-        return _permuted(tensor, 3, (1, 0, 2), layout).unsqueeze(0)
-    if layout not in _TO_BHSD:
+        return _permuted(name, tensor, 3, (1, 0, 2), layout).unsqueeze(0)
+    if not isinstance(layout, str) or layout not in _TO_BHSD:
         raise ValueError(f"layout must be one of {', '.join(_TO_BHSD)}, SHD, got {layout!r}")
-    return _permuted(tensor, 4, _TO_BHSD[layout], layout)
+    return _permuted(name, tensor, 4, _TO_BHSD[layout], layout)
 
 
-def _permuted(tensor: Tensor, dims: int, order: tuple[int, ...], layout: str) -> Tensor:
+def _permuted(name: str, tensor: Tensor, dims: int, order: tuple[int, ...], layout: str) -> Tensor:
     if tensor.dim() != dims:
         raise ValueError(
-            f"layout {layout} is of {dims} dimensions, got shape {tuple(tensor.shape)}"
+            f"layout {layout} is of {dims} dimensions, got shape {tuple(tensor.shape)} of {name}"
         )
     return tensor.permute(order)
 

@@ -206,7 +206,11 @@ class TreeCoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The learned softmax offset, sharded by heads, under DotProductAttention's name."""
+        """The learned softmax offset, sharded by heads, under DotProductAttention's name.
+
+        Args:
+            prefix, sharded_offsets, metadata: as of every Megatron module.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

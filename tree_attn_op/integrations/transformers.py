@@ -153,6 +153,16 @@ def tree_attention_mask(
 ) -> LayerMask:
     """transformers' mask interface: keeps the tree mask and notes the layers' window.
 
+    Args:
+        positional: sizes and a mask function, which the tree mask replaces.
+        attention_mask: what the model was called with: a TreeMask of batch 1 or B, or None. A
+            tensor, such as a padding mask [B, S], is refused.
+        local_size: the sliding window of these layers; None: full attention.
+        q_offset: tokens in a cache; must be 0.
+        use_vmap, allow_is_causal_skip: set where the model adds a mask of its own.
+        config: the model's.
+        others: what else transformers passes; a sign of bidirectional attention is refused.
+
     Raises:
         ValueError: the layers' own mask is neither causal nor a sliding window, a padding mask was
             given, or there are tokens in a cache.

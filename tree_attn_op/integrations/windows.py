@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..arguments import check_tensor, check_type
 from ..blocks import BlockLists, cdiv, classify_tiles, compact, listed_states
 from ..mask import TreeMask
 from ..predicate import (
@@ -72,6 +73,10 @@ def windowed(mask: TreeMask, position_ids: Tensor, window: int) -> TreeMask:
         ValueError: sizes that do not fit, a window below 1, or a mask with hand-made lists of full
             blocks that the predicate does not bear out.
     """
+    check_type("mask", mask, TreeMask, "a TreeMask")
+    check_tensor("position_ids", position_ids)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window must be a number of positions of at least 1, got {window!r}")
     if torch.compiler.is_compiling():
         return _windowed(mask, position_ids, window)
     known = _made.setdefault(mask, {})
@@ -105,13 +110,12 @@ def _windowed(mask: TreeMask, position_ids: Tensor, window: int) -> TreeMask:
         *(lists.q_block_size, lists.kv_block_size),
         *(lists.q_block_size, lists.kv_block_size),
     )
-    return TreeMask(predicate, q_vals, k_vals, BlockLists.of(tensors, *lists.sizes))
+    made = BlockLists.of(tensors, *lists.sizes)
+    return TreeMask.of_op_lists(predicate, q_vals, k_vals, made)
 
 
 def _rows(mask: TreeMask, position_ids: Tensor, window: int) -> Tensor:
     """The positions as a row of values, ``[B or 1, 1, S]``."""
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window must be a number of positions of at least 1, got {window!r}")
     if mask.q_len != mask.kv_len:
         raise ValueError(
             f"a window needs as many queries as keys, the mask has {mask.q_len} and {mask.kv_len}"
@@ -124,6 +128,8 @@ def _rows(mask: TreeMask, position_ids: Tensor, window: int) -> Tensor:
             f"position_ids must be [{mask.q_len}] or [B, {mask.q_len}], got "
             f"{tuple(position_ids.shape)}"
         )
+    if position_ids.is_meta and mask.device.type != "meta":
+        raise TypeError("position_ids must hold numbers, got a Tensor on the meta device")
     # Differences are right in the dtype of the values, in which they wrap, for any positions that
     # are less than 2^31 apart.
     return rows.to(mask.device, mask.q_vals.dtype).unsqueeze(1)

@@ -19,16 +19,19 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.attention import flex_attention
 
 from ..predicate import Predicate
 from . import lower_mask_mod
 from .emission import evaluator
+from .values import CapturedInfo
 
 _MAX_ENTRIES = 64
 _MAX_DEPTH = 32
@@ -170,24 +173,107 @@ def _lookups(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(names)), tuple(sorted(attributes))
 
 
-class _Entry(NamedTuple):
+@dataclass(eq=False)
+class Proof:
+    """What a mask_mod means, and how its values follow from the tensors that it captures.
+
+    Attributes:
+        predicate: the mask predicate.
+    """
+
     predicate: Predicate
-    evaluate: fx.GraphModule
-    order: tuple[int, ...]
+    _evaluator: Callable[[bool], Callable[..., tuple[Tensor, Tensor]]]
+    _order: tuple[int, ...] = ()
+
+    @cached_property
+    def _compute(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self._evaluator(False)
+
+    @cached_property
+    def _borrow(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self._evaluator(True)
 
 
-_entries: OrderedDict[Any, _Entry] = OrderedDict()
+class Proven(NamedTuple):
+    """A proof, and the tensors that this mask_mod captures."""
+
+    proof: Proof
+    captured: tuple[Tensor, ...]
+
+    @property
+    def predicate(self) -> Predicate:
+        return self.proof.predicate
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """``q_vals`` and ``k_vals`` as they are now, contiguous and of their own memory.
+
+        Raises:
+            UnsupportedMask: a captured tensor is too short.
+        """
+        with torch.no_grad():
+            return self.proof._compute(*self.captured)
+
+    def borrowed_values(self) -> tuple[Tensor, Tensor]:
+        """The same for who reads them at once: maybe views of what the mask_mod captures."""
+        with torch.no_grad():
+            return self.proof._borrow(*self.captured)
+
+
+_entries: OrderedDict[Any, Proof] = OrderedDict()
 _lock = threading.Lock()
 
 
 def _fingerprint(mask_mod: Any) -> tuple[Any, list[Tensor]] | None:
     reader = _Reader()
     try:
-        key = reader.read(mask_mod)
-        hash(key)
-    except (_Opaque, TypeError, ValueError):  # unhashable, or a cell that is still empty
+        return reader.read(mask_mod), reader.tensors
+    except (_Opaque, ValueError):  # ValueError: a cell that is still empty
         return None
-    return key, reader.tensors
+
+
+def prove(
+    mask_mod: Callable[..., Tensor],
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str,
+) -> Proven:
+    """What a mask_mod means; the proof is taken from the cache where one of its like is there.
+
+    Raises:
+        UnsupportedMask: the mask is no separable predicate; ``.reason`` says why.
+    """
+    device = torch.device(device)
+    key = None
+    found = _fingerprint(mask_mod)
+    if found is not None:
+        key = (found[0], batch, q_len, kv_len, device, torch.get_default_dtype())
+        try:
+            with _lock:
+                proof = _entries.get(key)
+                if proof is not None:
+                    _entries.move_to_end(key)
+        except TypeError:  # something that it captures can't be hashed
+            key = proof = None
+        if proof is not None:
+            tensors = found[1]
+            return Proven(proof, tuple([tensors[i] for i in proof._order]))
+    lowered, captured = lower_mask_mod(mask_mod, device)
+    infos = tuple(map(CapturedInfo.of, captured))
+
+    def evaluator_of(borrow: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        return evaluator(lowered, infos, batch, q_len, kv_len, device, borrow).forward
+
+    proof = Proof(lowered.predicate, evaluator_of)
+    if key is not None and found is not None:
+        at = {id(tensor): i for i, tensor in reversed(list(enumerate(found[1])))}
+        if all(id(tensor) in at for tensor in captured):
+            proof._order = tuple(at[id(tensor)] for tensor in captured)
+            with _lock:
+                _entries[key] = proof
+                while len(_entries) > _MAX_ENTRIES:
+                    _entries.popitem(last=False)
+    return Proven(proof, tuple(captured))
 
 
 @_disable_dynamo  # as torch.compiler.disable, but Dynamo is imported with the first call only
@@ -200,36 +286,10 @@ def values_of_mask_mod(
 ) -> tuple[Predicate, Tensor, Tensor]:
     """What a mask_mod means: its predicate and the values ``(predicate, q_vals, k_vals)``.
 
-    The same as ``lower_mask_mod`` and ``evaluate``, without repeating a proof that was made for
-    a mask_mod of the same code over tensors of the same dtypes and shapes. Under torch.compile
-    this is a graph break: Dynamo can't trace the tracing of a mask.
+    Under torch.compile this is a graph break: Dynamo can't trace the tracing of a mask.
 
     Raises:
         UnsupportedMask: the mask is no separable predicate; ``.reason`` says why.
     """
-    device = torch.device(device)
-    found = _fingerprint(mask_mod)
-    key = None
-    if found is not None:
-        key = (found[0], batch, q_len, kv_len, device, torch.get_default_dtype())
-        with _lock:
-            entry = _entries.get(key)
-            if entry is not None:
-                _entries.move_to_end(key)
-        if entry is not None:
-            with torch.no_grad():
-                values = entry.evaluate(*(found[1][i] for i in entry.order))
-            return entry.predicate, *values
-    lowered, captured = lower_mask_mod(mask_mod, device)
-    module = evaluator(lowered, captured, batch, q_len, kv_len, device)
-    if found is not None:
-        at = {id(tensor): i for i, tensor in reversed(list(enumerate(found[1])))}
-        if all(id(tensor) in at for tensor in captured):
-            order = tuple(at[id(tensor)] for tensor in captured)
-            with _lock:
-                _entries[key] = _Entry(lowered.predicate, module, order)
-                while len(_entries) > _MAX_ENTRIES:
-                    _entries.popitem(last=False)
-    with torch.no_grad():
-        q_vals, k_vals = module(*captured)
-    return lowered.predicate, q_vals, k_vals
+    proven = prove(mask_mod, batch, q_len, kv_len, device)
+    return proven.predicate, *proven.values()

@@ -1,6 +1,7 @@
 """The names of operations, one for both graph dialects.
 
-A node's target is a Python operator, a torch function, a Tensor method or an aten overload.
+A node's target is a Python operator, a torch function, a Tensor method, an aten overload, or an
+aten operator that has yet to choose its overload.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def describe(node: fx.Node) -> str:
     target = node.target
     if node.op == "call_method":
         return f"Tensor.{target}"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target)
     module = getattr(target, "__module__", None)
     name = getattr(target, "__name__", str(target))
@@ -85,6 +86,10 @@ def operation_name(node: fx.Node) -> str | None:
         if target.namespace not in ("aten", "prims"):
             return None
         name = target.overloadpacket.__name__
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        if namespace not in ("aten", "prims"):
+            return None
     elif target in IN_PLACE_OPERATORS:
         name = IN_PLACE_OPERATORS[target].__name__
     else:

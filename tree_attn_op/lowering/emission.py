@@ -5,6 +5,9 @@ listed blocks only. A look-up that would be out of range for a token that no lis
 must not trap, so indices are clamped to ``[-n, n - 1]`` (negative ones count from the end, as
 always) unless they are certainly in range. A tensor that is certainly too short for the positions
 themselves is refused.
+
+Whoever reads the values at once and keeps none of them may *borrow*: rows that merely are a
+captured tensor, or a part of it, are then views of it, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor, fx
 from . import reasons
 from .functions import FUNCTIONS, SCALAR_FUNCTIONS, sliced
 from .rows import Lowered
-from .values import CapturedInfo, Deps, Expr, check_devices, children
+from .values import CapturedInfo, Deps, Expr, bare_index, check_devices, children
 
 Size = Any
 """An int, or a graph node that yields a SymInt."""
@@ -52,27 +55,28 @@ def emit(
         contiguous, of ``lowered.value_dtype``. The batch is 1 where no row depends on b. Their
         ``meta`` is the caller's to fill.
     """
-    emitter = _Emitter(lowered, graph, captured_nodes, batch, q_len, kv_len, device)
-    return (
-        emitter.stack(lowered.q_rows, q_len, lowered.value_dtype),
-        emitter.stack(lowered.k_rows, kv_len, lowered.value_dtype),
-    )
+    return _Emitter(lowered, graph, captured_nodes, batch, q_len, kv_len, device).values()
 
 
 def evaluator(
     lowered: Lowered,
-    captured_values: Sequence[Any],
+    captured: Sequence[CapturedInfo],
     B: int,
     Q_LEN: int,
     KV_LEN: int,
     device: torch.device | str,
+    borrow: bool = False,
 ) -> fx.GraphModule:
-    """A module that computes the values from captured operands like ``captured_values``."""
-    # The tensors given now, which may differ in size from those that the mask was lowered with.
-    lowered = replace(lowered, captured=tuple(map(CapturedInfo.of, captured_values)))
+    """A module that computes the values from captured operands that are as ``captured`` says.
+
+    With ``borrow``, the values may be views of the operands, of any strides.
+    """
+    # Those given now, which may differ in size from those that the mask was lowered with.
+    lowered = replace(lowered, captured=tuple(captured))
     graph = fx.Graph()
-    nodes = [graph.placeholder(f"captured_{i}") for i in range(len(captured_values))]
-    graph.output(emit(lowered, graph, nodes, B, Q_LEN, KV_LEN, device))
+    nodes = [graph.placeholder(f"captured_{i}") for i in range(len(captured))]
+    emitter = _Emitter(lowered, graph, nodes, B, Q_LEN, KV_LEN, device, borrow)
+    graph.output(emitter.values())
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -85,7 +89,8 @@ def evaluate(
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
     """The values themselves, computed now: see :func:`emit`."""
-    module = evaluator(lowered, captured_values, B, Q_LEN, KV_LEN, device)
+    infos = tuple(map(CapturedInfo.of, captured_values))
+    module = evaluator(lowered, infos, B, Q_LEN, KV_LEN, device)
     with torch.no_grad():
         return module(*captured_values)
 
@@ -100,6 +105,7 @@ class _Emitter:
         q_len: Size,
         kv_len: Size,
         device: torch.device | str,
+        borrow: bool = False,
     ):
         if len(captured_nodes) != len(lowered.captured):
             raise ValueError(
@@ -110,14 +116,23 @@ class _Emitter:
         check_devices(lowered.captured, torch.device(device))
         self.lengths = {"b": batch, "q": q_len, "k": kv_len}
         self.device = torch.device(device)
+        self.borrow = borrow
         self.raw: dict[Expr, Any] = {}
         self.in_rows: dict[Expr, Any] = {}
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
 
+    def values(self) -> tuple[fx.Node, fx.Node]:
+        """The nodes of ``q_vals`` and ``k_vals``."""
+        lowered, dtype = self.lowered, self.lowered.value_dtype
+        return (
+            self.stack(lowered.q_rows, self.lengths["q"], dtype),
+            self.stack(lowered.k_rows, self.lengths["k"], dtype),
+        )
+
     def stack(self, rows: Sequence[Expr], length: Size, dtype: torch.dtype) -> fx.Node:
-        """Rows as one contiguous tensor [batch or 1, rows, length]."""
+        """Rows as one tensor [batch or 1, rows, length], contiguous unless it may be borrowed."""
         if not rows:
             return self.call(torch.empty, (1, 0, length), dtype=dtype, device=self.device)
         batch = self.lengths["b"] if any(row.deps & Deps.B for row in rows) else 1
@@ -126,7 +141,11 @@ class _Emitter:
             node = self.lifted(row)
             if row.dtype is not dtype:
                 node = self.graph.call_method("to", (node, dtype))
-            nodes.append(self.call(torch.broadcast_to, node, (batch, length)))
+            if not self.borrow or _dims(row) != (batch != 1, True):
+                node = self.call(torch.broadcast_to, node, (batch, length))
+            nodes.append(node)
+        if self.borrow and len(nodes) == 1:
+            return self.graph.call_method("unsqueeze", (nodes[0], 1))
         return self.call(torch.stack, nodes, dim=1)
 
     def lifted(self, expr: Expr) -> Any:
@@ -196,12 +215,43 @@ class _Emitter:
 
     def gather(self, base: Expr, indices: tuple[Expr | int, ...]) -> fx.Node:
         """``base[indices]`` for every token."""
+        if self.borrow and (view := self.view(base, indices)) is not None:
+            return view
         table = self.invariant(base)
         items = tuple(
             self.bounded(base, dim, item) if isinstance(item, Expr) else item
             for dim, item in enumerate(indices)
         )
         return self.call(operator.getitem, table, items if len(items) > 1 else items[0])
+
+    def view(self, base: Expr, indices: tuple[Expr | int, ...]) -> fx.Node | None:
+        """``base[indices]`` as a view, or None where it is none.
+
+        It is one if every index is a number or the positions themselves: the tensor up to the
+        length, ``[1, length]``, or ``[batch, length]`` where b comes before the position.
+        """
+        items: list[Any] = []
+        names = ""
+        for dim, item in enumerate(indices):
+            if not isinstance(item, Expr):
+                items.append(item)
+                continue
+            name = "b" if item.op == "index" and item.args[0] == "b" else bare_index(item)
+            if name is None:
+                return None
+            length, count = self.lengths[name], self.known_size(base, dim)
+            if not isinstance(length, int) or not isinstance(count, int) or length > count:
+                return None
+            names += name
+            items.append(slice(None) if length == count else slice(length))
+        if names not in ("q", "k", "bq", "bk"):
+            return None
+        if len(names) == 1:
+            items.insert(0, None)
+        table = self.invariant(base)
+        if all(item == slice(None) for item in items):
+            return table
+        return self.call(operator.getitem, table, tuple(items))
 
     def bounded(self, base: Expr, dim: int, item: Expr) -> Any:
         node = self.lifted(item)
@@ -221,7 +271,10 @@ class _Emitter:
         return self.call(torch.clamp, node, low, high)
 
     def known_size(self, base: Expr, dim: int) -> Any:
-        """The size of a captured tensor where the lowering was told it, an int or a SymInt."""
+        """The size of a captured tensor or a part of it, an int or a SymInt; None: not known."""
+        while base.op == "select" and isinstance(base.args[1], int) and base.args[1] >= 0:
+            dim += base.args[1] <= dim
+            base = base.args[0]
         if base.op != "captured":
             return None
         shape = self.lowered.captured[base.args[0]].shape
@@ -236,6 +289,11 @@ class _Emitter:
             if item.op == "captured" and not item.is_scalar:
                 leaves.append(self.lowered.captured[item.args[0]].device)
         return any(leaf is not None and leaf.type != self.device.type for leaf in leaves)
+
+
+def _dims(row: Expr) -> tuple[bool, bool]:
+    """Whether a row is computed for each batch row, and for each token."""
+    return bool(row.deps & Deps.B), bool(row.deps & (Deps.Q | Deps.K))
 
 
 def _at_most(length: Size, count: Any) -> bool:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..arguments import check_int, check_tensor
 from .intervals import Bounds, compare_bounds, subtract_bounds
 from .nodes import (
     INT32_RANGE,
@@ -42,6 +43,12 @@ class Predicate:
     Construction pushes negations into comparisons, puts the query side left, sorts, and drops
     duplicates; row numbers stay as given, so the values keep their places. Equal predicates
     compare and hash equal. ``str(predicate)`` parses back to an equal predicate.
+
+    Args:
+        root: the formula's node; :meth:`parse` makes one from text.
+
+    Raises:
+        TypeError: root is no node.
     """
 
     __slots__ = ("__dict__", "root")
@@ -49,6 +56,9 @@ class Predicate:
     root: Node
 
     def __init__(self, root: Node):
+        if not isinstance(root, Compare | Const | And | Or):
+            hint = "; Predicate.parse takes text" if isinstance(root, str) else ""
+            raise TypeError(f"root must be a node, got {type(root).__name__}{hint}")
         object.__setattr__(self, "root", normalise(root))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -136,6 +146,7 @@ class Predicate:
             ("q_vals", q_vals, self.num_q_rows),
             ("k_vals", k_vals, self.num_k_rows),
         ):
+            check_tensor(name, values)
             if values.dim() != 3:
                 raise PredicateError(
                     f"{name} must be [batch or 1, rows, length], got shape {tuple(values.shape)}"
@@ -146,6 +157,10 @@ class Predicate:
                 raise PredicateError(
                     f"predicate '{self}' reads {need} rows of {name}, got {values.shape[1]}"
                 )
+        if q_vals.device != k_vals.device:
+            raise PredicateError(
+                f"q_vals and k_vals must be on one device, got {q_vals.device} and {k_vals.device}"
+            )
         if q_vals.dtype != k_vals.dtype:
             raise PredicateError(
                 f"q_vals and k_vals must have one dtype, got {q_vals.dtype} and {k_vals.dtype}"
@@ -203,13 +218,33 @@ class Predicate:
         """The whole mask as bool ``[B, q_len, kv_len]`` (B is 1 unless the values have a batch).
 
         Quadratic in the length: for tests, pictures and small masks.
+
+        Args:
+            q_vals, k_vals: ``[B or 1, rows, q_len]`` and ``[B or 1, rows, kv_len]``, both int32
+                or both int64.
+            q_len, kv_len: the lengths.
+
+        Raises:
+            PredicateError: as :meth:`check_values`.
         """
         self.check_values(q_vals, k_vals)
+        for name, length, vals in (("q_len", q_len, q_vals), ("kv_len", kv_len, k_vals)):
+            check_int(name, length, least=0)
+            if vals.shape[1] and vals.shape[2] != length:
+                raise PredicateError(
+                    f"{name} must be the number of values of a row, {vals.shape[2]}, got {length}"
+                )
+        if q_vals.shape[0] != k_vals.shape[0] and 1 not in (q_vals.shape[0], k_vals.shape[0]):
+            raise PredicateError(
+                "the batch sizes of q_vals and k_vals must be equal or 1, got "
+                f"{q_vals.shape[0]} and {k_vals.shape[0]}"
+            )
         q = torch.arange(q_len, device=q_vals.device).view(1, q_len, 1)
         k = torch.arange(kv_len, device=q_vals.device).view(1, 1, kv_len)
         q_rows = [row.unsqueeze(2) for row in q_vals.unbind(1)]
         k_rows = [row.unsqueeze(1) for row in k_vals.unbind(1)]
-        batch = max(q_vals.shape[0], k_vals.shape[0])
+        batches = (q_vals.shape[0], k_vals.shape[0])
+        batch = max(batches) if min(batches) else 0
         return self.evaluate(q, k, q_rows, k_rows).expand(batch, q_len, kv_len)
 
     def classify(
@@ -228,8 +263,9 @@ class Predicate:
             dtype: the values' own dtype, in which differences wrap.
 
         Returns:
-            int8 tensor: EMPTY (no pair satisfies the predicate), FULL (every pair does) or PARTIAL
-            (not decided). EMPTY and FULL are certain.
+            int8, of the shape that all bounds broadcast to: EMPTY (no pair satisfies the
+            predicate), FULL (every pair does) or PARTIAL (not decided). EMPTY and FULL are
+            certain.
         """
         all_bounds = [q, k, *q_rows, *k_rows]
         shape = torch.broadcast_shapes(*(bound[0].shape for bound in all_bounds))

@@ -201,8 +201,12 @@ def tile_states(
     Q_RATIO: tl.constexpr,
     K_RATIO: tl.constexpr,
     HAS_COARSE: tl.constexpr,
+    FULL_AT_ENDS: tl.constexpr,
 ):
-    """0, 1 or 2 (EMPTY, PARTIAL, FULL) for a vector of tiles."""
+    """0, 1 or 2 (EMPTY, PARTIAL, FULL) for a vector of tiles.
+
+    Unless FULL_AT_ENDS, a tile that runs over an end is at most PARTIAL by the predicate.
+    """
     q_low = q_tile.to(tl.int64) * Q_TILE
     q_high = tl.minimum(q_low + Q_TILE, q_len) - 1
     k_low = k_tile.to(tl.int64) * K_TILE
@@ -213,6 +217,9 @@ def tile_states(
         q_bounds, k_bounds, q_tile, k_tile, q_inside, k_inside, num_q, num_k,
     )
     # fmt: on
+    if not FULL_AT_ENDS:
+        whole = (q_low + Q_TILE <= q_len) & (k_low + K_TILE <= kv_len)
+        must = must & whole
     state = may.to(tl.int32) + must.to(tl.int32)
     if HAS_COARSE:
         inside = q_inside & k_inside

@@ -1,0 +1,134 @@
+"""Random masks through torch.compile: what is rewritten equals the oracle, and flex on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+import passes
+from tests.lowering import generator
+from tree_attn_op.reference import reference_attention
+
+from .helpers import PassThenEager, attention, compiled, qkv
+
+SEED = 20_261_130
+BATCH, Q_LEN, KV_LEN = 2, 72, 96
+
+MaskMod = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def longer_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks over several blocks, where the generator's own are over a few tokens."""
+    for name, size in (("B", BATCH), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN), ("LENGTH", KV_LEN)):
+        monkeypatch.setattr(generator, name, size)
+
+
+def random_masks(first: int, device: str) -> Iterator[tuple[int, BlockMask, Tensor]]:
+    """Seeds with the BlockMask of their mask, and bool ``[B, 1, Q, K]`` of what it allows."""
+    for seed in range(first, first + 1000):
+        mask = generator.random_mask(seed)
+        mask.captured = [
+            item.to(device) if isinstance(item, Tensor) else item for item in mask.captured
+        ]
+        sizes = (BATCH, None, Q_LEN, KV_LEN, device)
+        mask_mod = mask_mod_of(mask)
+        try:
+            allowed = create_mask(mask_mod, *sizes)
+        except (RuntimeError, IndexError, ZeroDivisionError):
+            continue  # PyTorch itself can't evaluate it
+        if allowed.dtype is torch.bool and 0 < allowed.sum() < allowed.numel():
+            yield seed, create_block_mask(mask_mod, *sizes, BLOCK_SIZE=16), allowed
+
+
+def mask_mod_of(mask: generator.RandomMask) -> MaskMod:
+    """The mask as a function, whose parameters flex counts."""
+    return lambda b, h, q, k: mask.mask_mod(b, h, q, k)
+
+
+def exact(tensors: tuple[Tensor, ...], allowed: Tensor) -> list[Tensor]:
+    """Output and gradients of its sum of cosines in float64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    out, _ = reference_attention(*leaves, allowed)
+    out.cos().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def run(fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], mask: BlockMask) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = fn(*leaves, mask)
+    out.cos().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def check_on_cpu(first: int, count: int) -> None:
+    rewritten = tried = 0
+    for seed, mask, allowed in random_masks(first, "cpu"):
+        tensors = qkv(BATCH, Q_LEN, kv_length=KV_LEN)
+        backend = PassThenEager()
+        found = run(compiled(attention, backend), tensors, mask)
+        tried += 1
+        if not backend.report.rewritten:
+            continue
+        for given, wanted in zip(found, exact(tensors, allowed), strict=True):
+            torch.testing.assert_close(
+                given.double(), wanted, atol=1e-5, rtol=1e-5, msg=lambda m, s=seed: f"{s}: {m}"
+            )
+        rewritten += 1
+        if rewritten == count:
+            break
+    assert rewritten > tried / 2
+
+
+@pytest.mark.usefixtures("traceable_training")
+def test_rewritten_equals_the_oracle() -> None:
+    check_on_cpu(SEED, 14)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("traceable_training")
+@pytest.mark.parametrize("part", range(4))
+def test_rewritten_equals_the_oracle_nightly(part: int) -> None:
+    check_on_cpu(SEED + 10_000 * (part + 1), 100)
+
+
+def compile_on_gpu(backend: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    counters.clear()
+    return torch.compile(attention, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+def test_on_a_gpu_rewritten_equals_the_oracle_and_flex() -> None:
+    rewritten = against_flex = 0
+    for seed, mask, allowed in random_masks(SEED, "cuda"):
+        tensors = tuple(x.cuda() for x in qkv(BATCH, Q_LEN, kv_length=KV_LEN, dim=64))
+        wanted = exact(tensors, allowed)
+        with fresh_cache():
+            found = run(compile_on_gpu(passes.tree_attn), tensors, mask)
+        if not counters["inductor"]["tree_attn_rewritten"]:
+            continue
+        rewritten += 1
+        results = [found]
+        if rewritten % 8 == 1:
+            with fresh_cache():
+                results.append(run(compile_on_gpu("inductor"), tensors, mask))
+            assert counters["inductor"]["tree_attn_rewritten"] == 0
+            against_flex += 1
+        for result in results:
+            for given, right in zip(result, wanted, strict=True):
+                torch.testing.assert_close(
+                    given.double(), right, atol=1e-4, rtol=1e-4, msg=lambda m, s=seed: f"{s}: {m}"
+                )
+        if rewritten == 30:
+            break
+    assert against_flex == 4
