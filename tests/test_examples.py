@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import types
@@ -57,6 +58,18 @@ def test_from_group_parent_masks(
     shown = capsys.readouterr().out
     assert "1 of 1 flex_attention calls rewritten" in shown
     assert "sees 60 as the mask is written, 100 with all its ancestors" in shown
+
+
+def test_context_parallel(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    # The processes that it starts find the package as this one does.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    assert load("context_parallel", monkeypatch).main() == 0
+    shown = capfd.readouterr().out
+    assert "tokens of each rank: (640, 400)" in shown
+    assert "loss 4.18" in shown
 
 
 def test_grpo_transformers(

@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..arguments import check_number, check_type
 from ..mask import TreeMask
 from ..tree import PrefixTree
 from .dispatch import as_block_mask, as_tree_mask, attention, choose_backend
@@ -64,10 +65,12 @@ def register(name: str = NAME, *, backend: str | None = None) -> None:
 
     Raises:
         ImportError: transformers is not installed.
+        TypeError: the name is no str.
         ValueError: there is no such backend.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    check_type("name", name, str, "a str")
     if backend is not None:
         choose_backend(backend)
     AttentionInterface.register(name, partial(tree_attention_forward, backend=backend, name=name))
@@ -81,7 +84,11 @@ def model_inputs(tree: PrefixTree) -> dict[str, Any]:
     Returns:
         ``input_ids [1, N]``, ``position_ids [1, N]`` (depths), ``attention_mask`` (the TreeMask)
         and ``use_cache=False``.
+
+    Raises:
+        TypeError: it is no tree.
     """
+    check_type("tree", tree, PrefixTree, "a PrefixTree")
     return {
         "input_ids": tree.input_ids[None],
         "position_ids": tree.position_ids[None],
@@ -232,9 +239,10 @@ def tree_attention_forward(
         ``out [B, S, Hq, Dv]`` and None for the weights.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ValueError: no mask arrived, two did, or the model asks for what is not supported.
     """
-    if dropout:
+    if dropout is not None and check_number("dropout", dropout):
         raise ValueError(
             f"tree attention has no dropout, got {dropout}: set config.attention_dropout to 0, or "
             "call model.eval()"

@@ -128,6 +128,11 @@ def _rows(mask: TreeMask, position_ids: Tensor, window: int) -> Tensor:
             f"position_ids must be [{mask.q_len}] or [B, {mask.q_len}], got "
             f"{tuple(position_ids.shape)}"
         )
+    batch = mask.shape[0]
+    if not rows.shape[0] or (batch > 1 and rows.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"position_ids must be of batch 1 or {batch}, that of the mask, got {rows.shape[0]}"
+        )
     if position_ids.is_meta and mask.device.type != "meta":
         raise TypeError("position_ids must hold numbers, got a Tensor on the meta device")
     # Differences are right in the dtype of the values, in which they wrap, for any positions that

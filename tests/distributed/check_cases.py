@@ -1,0 +1,197 @@
+"""Ranks that are given different things: every rank gets an error that says what differs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.attention_cases import case, hand_made_lists, ids_case, operands, tree_case
+from tests.distributed.attention_checks import cp_mesh, mask_of
+from tree_attn_op import TreeMask
+from tree_attn_op.distributed import (
+    RankMismatchError,
+    TreeLoadBalancer,
+    context_parallel_attention,
+    context_parallel_mask,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
+from tree_attn_op.distributed.checks import VARIABLE
+
+
+@contextmanager
+def refused(*expected: str) -> Iterator[None]:
+    """Nothing differs on one rank alone; else an error with each of the expected texts."""
+    if dist.get_world_size() == 1:
+        yield
+        return
+    with pytest.raises(RankMismatchError) as info:
+        yield
+    for text in expected:
+        assert text in str(info.value)
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def check_mask(make: Callable[[], TreeMask], other: Callable[[], TreeMask], *text: str) -> None:
+    """A mask that is another one on the last rank."""
+    torch.manual_seed(0)
+    with refused(*text):
+        context_parallel_mask(cp_mesh(), other() if is_last() else make())
+    # The group is in step again.
+    torch.manual_seed(0)
+    context_parallel_mask(cp_mesh(), make())
+
+
+def a_tree(length: int = 50, **options: object) -> TreeMask:
+    return mask_of(tree_case(length, (16, 16), **options))
+
+
+def masks() -> None:
+    last = str(dist.get_world_size() - 1)
+    check_mask(a_tree, lambda: a_tree(51), "queries is [", ", 51] by rank", "keys is [")
+    check_mask(a_tree, lambda: a_tree(leaves=4), f"k_vals differs from rank 0's on rank {last}")
+    check_mask(a_tree, lambda: a_tree(dtype=torch.int64), "dtype of the values is ['int32', ")
+    rows = torch.randint(0, 9, (1, 1, 50))
+
+    def of(text: str) -> TreeMask:
+        return mask_of(case(text, rows, rows, (16, 16)))
+
+    check_mask(lambda: of("q0 < k0"), lambda: of("q0 <= k0"), "the predicate differs")
+    check_mask(
+        lambda: of("q0 < k0"),
+        lambda: mask_of(case("q0 < k0", rows + 1, rows, (16, 16))),
+        "q_vals differs",
+    )
+    check_mask(
+        lambda: of("q0 < k0"),
+        lambda: mask_of(case("q0 < k0", rows, rows, (32, 16))),
+        "query block size is [16, ",
+    )
+    given = hand_made_lists(ids_case(50, 50, blocks=(16, 16)), 1, 1)
+    other = hand_made_lists(given, 1, 1)
+    check_mask(lambda: mask_of(given), lambda: mask_of(other), "blocks differs")
+
+
+def what_stands_behind_a_list_does_not_count() -> None:
+    given = tree_case(50, (16, 16))
+    lists = given.lists
+    rank = torch.arange(lists.kv_indices.shape[-1])
+    listed = rank < lists.kv_num_blocks.unsqueeze(-1)
+    kv_indices = torch.where(listed, lists.kv_indices, dist.get_rank())
+    context_parallel_mask(cp_mesh(), mask_of(given.with_lists(kv_indices=kv_indices)))
+
+
+def partitions() -> None:
+    tiles = [[0, 1, 2, 3], *[[]] * (dist.get_world_size() - 1)]
+    balancer = TreeLoadBalancer(tiles[::-1] if is_last() else tiles, 50, 16)
+    with refused("the load balancer differs"):
+        context_parallel_mask(cp_mesh(), a_tree(), balancer)
+
+
+def calls() -> None:
+    mask = context_parallel_mask(cp_mesh(), a_tree())
+    length = mask.local.q_len
+
+    def call(length: int = length, dim: int = 8, heads: int = 2, **options: object) -> None:
+        dtype = options.pop("dtype", torch.float64)
+        inputs = operands(1, (4, heads), (length, length), (dim, dim), dtype=dtype)
+        context_parallel_attention(*inputs, mask, enable_gqa=True, **options)
+
+    if dist.get_world_size() > 1:
+        lengths = list(mask.load_balancer.lengths)
+        wrong = [*lengths[:-1], lengths[-1] + 1]
+        with refused(f"the length of key should be {lengths} by rank and is {wrong}"):
+            call(length + 1 if is_last() else length)
+    with refused("the dtype of query is ['float64', ", "'float32'] by rank"):
+        call(dtype=torch.float32 if is_last() else torch.float64)
+    with refused("the key heads is [2, "):
+        call(heads=4 if is_last() else 2)
+    with refused("the head dim of value is [8, "):
+        call(dim=16 if is_last() else 8)
+    with refused("the scale differs"):
+        call(scale=2.0 if is_last() else 1.0)
+    with refused("the options of the call differs"):
+        call(num_chunks=2 if is_last() else 1)
+    call()
+
+
+def different_calls() -> None:
+    mask = context_parallel_mask(cp_mesh(), a_tree())
+    inputs = operands(1, (2, 2), (mask.local.q_len,) * 2)
+    with refused("meet in different calls"):
+        if is_last():
+            context_parallel_mask(cp_mesh(), a_tree())
+        else:
+            context_parallel_attention(*inputs, mask)
+
+
+def settings() -> None:
+    """By default calls are not compared: without that they do not wait for the device."""
+    mask = context_parallel_mask(cp_mesh(), a_tree())
+    inputs = operands(1, (2, 2), (mask.local.q_len,) * 2)
+    try:
+        for setting in ("", "0"):
+            os.environ[VARIABLE] = setting
+            context_parallel_attention(*inputs, mask, scale=1.0 + dist.get_rank())
+            with refused("the scale differs"):
+                context_parallel_attention(*inputs, mask, scale=1.0 + dist.get_rank(), check=True)
+        context_parallel_mask(cp_mesh(), a_tree(dtype=torch.int64 if is_last() else torch.int32))
+        os.environ[VARIABLE] = "yes"
+        with pytest.raises(ValueError, match="must be 0, 1 or unset, got 'yes'"):
+            context_parallel_mask(cp_mesh(), a_tree())
+    finally:
+        os.environ[VARIABLE] = "1"
+
+
+def arguments() -> None:
+    """What is wrong on all ranks alike."""
+    mesh, world_size = cp_mesh(), dist.get_world_size()
+    with pytest.raises(TypeError, match="mask must be a TreeMask, got BlockMask"):
+        context_parallel_mask(mesh, a_tree().block_mask)
+    with pytest.raises(ValueError, match="as many queries as keys, got 50 and 70"):
+        context_parallel_mask(mesh, mask_of(ids_case(50, 70)))
+    balancer = TreeLoadBalancer.contiguous(50, world_size + 1, 16)
+    with pytest.raises(ValueError, match=f"is for {world_size + 1} ranks, the mesh has"):
+        context_parallel_mask(mesh, a_tree(), balancer)
+    balancer = TreeLoadBalancer.contiguous(49, world_size, 16)
+    with pytest.raises(ValueError, match="the mask is for 50 queries and 50 keys, both must be"):
+        context_parallel_mask(mesh, a_tree(), balancer)
+    balancer = TreeLoadBalancer.contiguous(50, world_size, 8)
+    with pytest.raises(ValueError, match="multiple of the mask's query block size 16, got 8"):
+        context_parallel_mask(mesh, a_tree(), balancer)
+    mask = context_parallel_mask(mesh, a_tree())
+    inputs = operands(1, (4, 2), (mask.local.q_len,) * 2)
+    with pytest.raises(TypeError, match="mask must be a ContextParallelMask, got TreeMask"):
+        context_parallel_attention(*inputs, a_tree())
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        context_parallel_attention(*inputs, mask)
+    with pytest.raises(ValueError, match=r"num_chunks must divide .* key heads 2, got 3"):
+        context_parallel_attention(*inputs, mask, enable_gqa=True, num_chunks=3)
+    balancer = mask.load_balancer
+    with pytest.raises(ValueError, match=r"has 49 tokens in dimension 1, .* is for 50"):
+        context_parallel_shard(mesh, [torch.zeros(1, 49)], [1], balancer)
+    with pytest.raises(ValueError, match="one dimension for each of 1 buffers, got 2"):
+        context_parallel_shard(mesh, [torch.zeros(50)], [0, 1], balancer)
+    with pytest.raises(ValueError, match=r"dimension 0, rank \d holds"):
+        context_parallel_unshard(mesh, [torch.zeros(51)], [0], balancer)
+    with pytest.raises(AttributeError, match="immutable"):
+        mask.local = a_tree()
+
+
+CASES = (
+    masks,
+    what_stands_behind_a_list_does_not_count,
+    partitions,
+    calls,
+    different_calls,
+    settings,
+    arguments,
+)

@@ -1,0 +1,194 @@
+"""Finds ranks that were given different things, before a collective hangs or mixes them up.
+
+Each rank sends one fixed-size vector of integers, so that the exchange itself cannot fail for what
+it is there to find. ``TREE_ATTN_CHECK_RANKS`` in the environment says what is compared: unset, the
+masks as they are sharded, which is once a batch; ``1``, every uncompiled attention call as well,
+which makes each wait for the device; ``0``, nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..mask import TreeMask
+from .balance import TreeLoadBalancer
+from .collectives import Group, gather_equal
+
+VARIABLE = "TREE_ATTN_CHECK_RANKS"
+"""Environment variable that says what is compared between ranks."""
+
+_SETTINGS = {"": (True, False), "0": (False, False), "1": (True, True)}
+
+_SLOTS = 24
+"""Integers that a rank sends: the name of the check, then one for each field."""
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks of one mesh dimension were given masks, lengths or dtypes that do not fit together."""
+
+
+def checks_masks(asked: bool | None = None) -> bool:
+    """Whether masks are compared: as asked for, else as the environment says."""
+    return _setting()[0] if asked is None else asked
+
+
+def checks_calls(asked: bool | None = None) -> bool:
+    """Whether attention calls are compared: as asked for, else as the environment says."""
+    return _setting()[1] if asked is None else asked
+
+
+def _setting() -> tuple[bool, bool]:
+    given = os.environ.get(VARIABLE, "")
+    if given not in _SETTINGS:
+        raise ValueError(f"{VARIABLE} must be 0, 1 or unset, got {given!r}")
+    return _SETTINGS[given]
+
+
+def check_masks(mask: TreeMask, load_balancer: TreeLoadBalancer | None, group: Group) -> None:
+    """Compare a whole mask and its partition, where one is given, with those of the other ranks.
+
+    Raises:
+        RankMismatchError: on every rank, if any two differ; the message says in what.
+    """
+    lists = mask.lists
+    fields: dict[str, int | bytes | Tensor] = {
+        "the number of queries": mask.q_len,
+        "the number of keys": mask.kv_len,
+        "the batch size": mask.shape[0],
+        "the heads of the block lists": mask.shape[1],
+        "the query block size": lists.q_block_size,
+        "the key block size": lists.kv_block_size,
+        "the dtype of the values": _DTYPES.index(mask.q_vals.dtype),
+        "the predicate": str(mask.predicate).encode(),
+        "q_vals": _checksum(mask.q_vals),
+        "k_vals": _checksum(mask.k_vals),
+        "the partial blocks": _lists_checksum(lists.kv_num_blocks, lists.kv_indices),
+        "the full blocks": _lists_checksum(lists.full_kv_num_blocks, lists.full_kv_indices),
+        "the load balancer": b"" if load_balancer is None else load_balancer.identity,
+    }
+    _compare("sharding a mask", fields, mask.device, group)
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    options: Sequence[object],
+    group: Group,
+) -> None:
+    """Compare the operands of an attention call with those of the other ranks.
+
+    Args:
+        query, key, value: this rank's.
+        lengths: tokens that each rank should have.
+        scale: factor of the scores.
+        options: what else must be the same.
+        group: of the mesh dimension.
+
+    Raises:
+        RankMismatchError: on every rank, if any two differ or a length is not as it should be.
+    """
+    operands = {"query": query, "key": key, "value": value}
+    lengths_here = {f"the length of {name}": x.shape[2] for name, x in operands.items()}
+    fields: dict[str, int | bytes | Tensor] = {**lengths_here}
+    for name, x in operands.items():
+        fields[f"the dtype of {name}"] = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1
+        fields[f"the head dim of {name}"] = x.shape[3]
+        fields[f"whether {name} requires gradients"] = int(x.requires_grad)
+    fields["the batch size"] = query.shape[0]
+    fields["the query heads"] = query.shape[1]
+    fields["the key heads"] = key.shape[1]
+    fields["the scale"] = struct.pack("<d", scale)
+    fields["the options of the call"] = repr(tuple(options)).encode()
+    expected = dict.fromkeys(lengths_here, tuple(lengths))
+    _compare("context-parallel attention", fields, query.device, group, expected)
+
+
+def _compare(
+    what: str,
+    fields: Mapping[str, int | bytes | Tensor],
+    device: torch.device,
+    group: Group,
+    expected: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Gather one number a field and compare; ``expected`` has those that differ by rank."""
+    assert len(fields) < _SLOTS
+    numbers = [_number(what.encode()), *(_as_number(one) for one in fields.values())]
+    numbers += [0] * (_SLOTS - len(numbers))
+    vector = torch.stack(
+        [one if isinstance(one, Tensor) else torch.tensor(one, device=device) for one in numbers]
+    )
+    by_field = gather_equal(vector, group).T.tolist()
+    if len(set(by_field[0])) > 1:
+        raise RankMismatchError(
+            f"ranks of one context-parallel group meet in different calls: this one is {what}, "
+            f"rank {_differing(by_field[0], group)} is not"
+        )
+    problems = []
+    for (name, given), values in zip(fields.items(), by_field[1:], strict=False):
+        wanted = None if expected is None else expected.get(name)
+        if wanted is not None and values != list(wanted):
+            problems.append(f"{name} should be {list(wanted)} by rank and is {values}")
+        elif wanted is None and len(set(values)) > 1:
+            if isinstance(given, int):
+                shown = _named(name, values)
+                problems.append(f"{name} is {shown} by rank")
+            else:
+                problems.append(f"{name} differs from rank 0's on rank {_unlike_first(values)}")
+    if problems:
+        raise RankMismatchError(
+            f"{what}: the ranks of the context-parallel group disagree. {'; '.join(problems)}. "
+            "All ranks need the same mask and the same call"
+        )
+
+
+def _named(name: str, values: Sequence[int]) -> list[object]:
+    if "dtype" not in name:
+        return list(values)
+    known = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
+    return [known[value] if value >= 0 else "another" for value in values]
+
+
+def _unlike_first(values: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank, value in enumerate(values) if value != values[0])
+
+
+def _differing(values: Sequence[int], group: Group) -> str:
+    own = values[group.rank]
+    return ", ".join(str(rank) for rank, value in enumerate(values) if value != own)
+
+
+def _number(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+
+
+def _as_number(given: int | bytes | Tensor) -> int | Tensor:
+    return _number(given) if isinstance(given, bytes) else given
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """An int64 that depends on all values, their places and the shape; wraps."""
+    flat = values.reshape(-1).long()
+    place = torch.arange(1, flat.numel() + 1, device=flat.device)
+    # Odd multipliers (those of SplitMix64, as int64) and a shift, so that values far apart mix.
+    mixed = (flat ^ (place * -7046029254386353131)) * -4658895280553007687
+    mixed = mixed ^ (mixed >> 31)
+    return (mixed * -7723592293110705685).sum() + _number(repr(tuple(values.shape)).encode())
+
+
+def _lists_checksum(number: Tensor | None, indices: Tensor | None) -> Tensor | int:
+    if number is None or indices is None:
+        return 0
+    rank = torch.arange(indices.shape[-1], device=indices.device)
+    # What stands behind the count has no meaning and may differ.
+    return _checksum(torch.where(rank < number.unsqueeze(-1), indices, -1))
