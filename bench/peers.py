@@ -48,10 +48,7 @@ def flex_block_mask(problem: Problem, compiled: bool) -> BlockMask:
 
 @cache
 def _compiled_flex() -> Any:
-    """One for all problems of a process: those of one shape share the compiled code."""
-    # Each shape, backend and grad mode is compiled for itself; beyond the limit flex would run
-    # without being compiled.
-    torch._dynamo.config.recompile_limit = 128
+    """One for all that runs on a problem; the runner resets Dynamo between problems."""
     return torch.compile(flex_attention, dynamic=False)
 
 

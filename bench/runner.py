@@ -95,6 +95,8 @@ def run_case(
         layout: order of the inputs in memory.
         repeats: backward calls whose bits are compared with those of another.
     """
+    # Compiled code of other shapes is of no use here, and each would count as a recompilation.
+    torch._dynamo.reset()
     problem = Problem.make(workload, heads, dtype, device, layout=layout)
     outcomes = {name: Outcome(name) for name in names}
     ready: dict[str, Implementation] = {}

@@ -73,7 +73,6 @@ class Choice:
 PORTABLE = Choice("portable")
 
 
-@lru_cache(maxsize=256)
 def static_choice(
     device: configs.Device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> Choice:

@@ -144,8 +144,20 @@ def device_of_capability(capability: int) -> Device:
     return CUDA_DEVICES[120] if capability > max(CUDA_DEVICES) else GENERIC
 
 
-@lru_cache(maxsize=64)
+_devices: dict[int, Device] = {}
+
+
 def _device_of_index(index: int) -> Device:
+    # No lru_cache: Dynamo, which traces callers of this, warns of those.
+    found = _devices.get(index)
+    if found is None:
+        found = _query_device(index)
+        if not torch.compiler.is_compiling():
+            _devices[index] = found
+    return found
+
+
+def _query_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return HIP
@@ -217,8 +229,7 @@ def fit_shared_memory(
     return config
 
 
-@lru_cache(maxsize=1024)
-def choose(
+def find_config(
     kernel: Kernel,
     device: Device,
     itemsize: int,
@@ -269,12 +280,16 @@ def choose(
     return config
 
 
+choose = lru_cache(maxsize=1024)(find_config)
+"""The same, remembered: for launches, of which there are many."""
+
+
 def list_blocks_of(device: Device, itemsize: int, head_dim: int, group: int) -> tuple[int, int]:
     """Block sizes of the finest lists that cut no tile of any kernel on ``device``."""
     kernels: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
     whole = 256
     configs = [
-        choose(kernel, device, itemsize, head_dim, head_dim, group, True, whole, whole)
+        find_config(kernel, device, itemsize, head_dim, head_dim, group, True, whole, whole)
         for kernel in kernels
     ]
     return max(c.block_m // c.pack for c in configs), max(c.block_n for c in configs)
