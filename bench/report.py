@@ -159,7 +159,7 @@ def _spread(values: Percentiles, digits: int) -> str:
 
 def _summary(outcome: Outcome) -> str:
     if outcome.status != "ok":
-        return outcome.status.split(":")[0]
+        return outcome.status
     parts = []
     for timing in (outcome.forward, outcome.backward):
         if timing is None:

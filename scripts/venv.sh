@@ -1,17 +1,24 @@
 #!/usr/bin/env bash
-# Make a virtual environment with this project and some of its extras: venv.sh FOLDER EXTRAS
+# Make a virtual environment with this project and some of its extras: venv.sh FOLDER EXTRAS [WHEEL]
 #
+# WHEEL: a built wheel of this project to install; without it, this checkout is, editable.
 # PYTHON: the interpreter (default python3). TORCH, TRITON: the releases where there is no NVIDIA GPU
-# (defaults 2.13.0 and the 3.7 that belongs to it). With a GPU, torch is what pyproject.toml admits, a
-# CUDA build, which brings its Triton. Without one it is the CPU build of a few hundred megabytes,
-# wherever it can be had.
+# (defaults 2.13.0 and the Triton that belongs to TORCH). With a GPU, torch is what pyproject.toml
+# admits, a CUDA build, which brings its Triton. Without one it is the CPU build of a few hundred
+# megabytes, wherever it can be had.
 set -euo pipefail
 
 folder=$1
 extras=$2
+if [ $# -gt 2 ]; then package=("$3${extras:+[$extras]}"); else package=(-e ".[$extras]"); fi
 python=${PYTHON:-python3}
 torch=${TORCH:-2.13.0}
-triton=${TRITON:-3.7.*}
+case $torch in
+  2.11.*) own_triton=3.6.* ;;
+  2.12.* | 2.13.*) own_triton=3.7.* ;;
+  *) own_triton=3.8.* ;;
+esac
+triton=${TRITON:-$own_triton}
 cpu_index=https://download.pytorch.org/whl/cpu
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
@@ -25,7 +32,7 @@ pip=("$folder/bin/python" -m pip --disable-pip-version-check -qq)
 cd "$(dirname "$0")/.."
 
 if nvidia-smi >/dev/null 2>&1; then
-  "${pip[@]}" install -e ".[$extras]"
+  "${pip[@]}" install "${package[@]}"
   exit
 fi
 
@@ -45,4 +52,4 @@ PYTHON
   index=(--extra-index-url "$cpu_index")
 fi
 printf 'torch==%s\ntriton==%s\n' "$torch" "$triton" >"$folder/constraints.txt"
-"${pip[@]}" install ${index[@]+"${index[@]}"} --constraint "$folder/constraints.txt" -e ".[$extras]"
+"${pip[@]}" install ${index[@]+"${index[@]}"} --constraint "$folder/constraints.txt" "${package[@]}"

@@ -201,3 +201,17 @@ def test_whole_mask_in_one_block() -> None:
     assert made.lists.kv_num_blocks.tolist() == [[[1]]]
     assert made.lists.full_kv_num_blocks is not None
     assert made.lists.full_kv_num_blocks.tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("lengths", [(96, 64), (70, 129), (1, 33)])
+def test_lists_of_a_dense_mask_are_those_of_flex(lengths: tuple[int, int]) -> None:
+    allowed = torch.rand(2, 3, *lengths) < 0.5
+    allowed[..., : lengths[0] // 2, : lengths[1] // 2] = True
+    allowed[..., lengths[0] // 2 :, : lengths[1] // 2] = False
+    flexs = create_block_mask(
+        lambda b, h, q, k: allowed[b, h, q, k], 2, 3, *lengths, "cpu", BLOCK_SIZE=(16, 32)
+    )
+    wanted = BlockLists.from_block_mask(flexs).tensors
+    found = torch.ops.tree_attn_op.block_lists_of_mask(allowed, 16, 32)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)

@@ -131,7 +131,7 @@ def create_block_mask(
     check_callable("mask_mod", mask_mod)
     check_counts(B=batch, H=heads, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = as_device(device)
     refused = _not_for_our_builder(q_block, kv_block, options)
     if torch.compiler.is_compiling() and refused is None:

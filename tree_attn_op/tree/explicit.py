@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import check_int, check_iterable, check_type
 from .arrays import Array, starts_of
 from .forest import Segments
 from .inputs import Integers, flags, integers
@@ -158,18 +159,20 @@ def nodes_layout(
     nodes: Sequence[tuple[int, Integers]], ends: Integers | None
 ) -> tuple[Layout, Source]:
     """The layout of PrefixTree.from_nodes."""
+    check_iterable("nodes", nodes, "(parent, tokens)")
     parents = np.empty(len(nodes), dtype=np.int64)
     parts = []
     for index, node in enumerate(nodes):
+        check_type(f"node {index}", node, (tuple, list), "(parent, tokens)")
         if len(node) != 2:
             raise ValueError(f"node {index} must be (parent, tokens), got {len(node)} items")
         parent, tokens = node
-        parents[index] = operator.index(parent)
-        if not -1 <= parents[index] < len(nodes):
+        check_int(f"the parent of node {index}", operator.index(parent))
+        if not -1 <= parent < len(nodes):
             raise ValueError(
-                f"the parent of node {index} must be -1 or a node below {len(nodes)}, got "
-                f"{parents[index]}"
+                f"the parent of node {index} must be -1 or a node below {len(nodes)}, got {parent}"
             )
+        parents[index] = parent
         parts.append(integers(f"the tokens of node {index}", tokens, 1))
     lengths = np.array([part.size for part in parts], dtype=np.int64)
     segments = Segments.of(parents, lengths, lambda node: f"node {node}")

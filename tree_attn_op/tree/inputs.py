@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import as_device, check_data, check_iterable
+
 Array = np.ndarray
 Integers = Sequence[Any] | Tensor | Array
 """Nested lists of integers, a tensor or an array."""
@@ -32,6 +34,7 @@ class Ragged:
     @classmethod
     def of_sequences(cls, sequences: Sequence[Integers]) -> Ragged:
         """From one 1-D integer sequence each."""
+        check_iterable("sequences", sequences, "token sequences")
         parts = [integers(f"sequence {index}", part, 1) for index, part in enumerate(sequences)]
         lengths = np.array([part.size for part in parts], dtype=np.int64)
         return cls(np.concatenate(parts) if parts else np.empty(0, np.int64), lengths)
@@ -68,6 +71,7 @@ def integers(name: str, values: Integers, ndim: int | tuple[int, int]) -> Array:
         ValueError: another number of dimensions, or an unsigned value above 2^63 - 1.
     """
     if isinstance(values, Tensor):
+        check_data(name, values)
         dtype: torch.dtype | np.dtype = values.dtype
         real = not (values.is_floating_point() or values.is_complex())
         array = values.detach().cpu().numpy() if real else np.empty(values.shape)
@@ -100,7 +104,11 @@ def flags(name: str, values: Any, shape: tuple[int, ...]) -> Array:
     Raises:
         ValueError: another shape, or other values.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if isinstance(values, Tensor):
+        check_data(name, values)
+        array = values.detach().cpu().numpy()
+    else:
+        array = np.asarray(values)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, its shape is {array.shape}")
     kept = array == 1
@@ -131,7 +139,7 @@ def limits(share_lengths: Integers | None, lengths: Array) -> Array:
 def device_of(device: torch.device | str | None, *values: Any) -> torch.device:
     """`device` if there is one, else that of the first tensor among `values`, else the CPU."""
     if device is not None:
-        return torch.device(device)
+        return as_device(device)
     return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import check_int, check_type
 from ..blocks import BlockLists, cdiv, listed_states
 from ..mask import TreeMask
 from ..predicate import EMPTY, FULL, PARTIAL
@@ -50,7 +51,12 @@ def plot_mask(mask: TreeMask, *, batch: int = 0) -> Figure:
 
     Raises:
         ImportError: matplotlib is not installed.
+        TypeError, ValueError: no mask, or no batch row of it.
     """
+    check_type("mask", mask, TreeMask, "a TreeMask")
+    check_int("batch", batch, least=0)
+    if batch >= max(mask.shape[0], 1):
+        raise ValueError(f"batch must be a row of the mask's {mask.shape[0]}, got {batch}")
     figure = _figure(14, 7.4)
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch

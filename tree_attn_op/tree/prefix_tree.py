@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import check_int
+from ..lasting import lasting
 from . import packing
 from .explicit import groups_layout, nodes_layout, parents_layout
 from .inputs import Integers, Ragged, device_of, limits
@@ -240,8 +242,7 @@ class PrefixTree(TokenTree):
             ("num_ranks", num_ranks, 1),
             ("min_trees", min_trees, 0),
         ):
-            if number < least:
-                raise ValueError(f"{name} must be at least {least}, got {number}")
+            check_int(name, number, least)
         batch = Ragged.of_sequences(sequences)
         too_long = np.flatnonzero(batch.lengths > max_tokens)
         if too_long.size:
@@ -277,7 +278,7 @@ class PrefixTree(TokenTree):
         trajectory_ids: np.ndarray | None = None,
     ) -> PrefixTree:
         def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            return lasting(torch.from_numpy(array).to(device))
 
         ends = layout.ends
         lengths = np.zeros_like(ends)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..arguments import check_data, check_iterable, check_tensor
 from .indexing import add_at, take
 
 Reduction = Literal["sum", "mean", "first", "equal"]
@@ -29,6 +30,7 @@ def flatten_values(
     """
     total = sum(lengths)
     if isinstance(values, Tensor):
+        check_tensor("values", values)
         if values.ndim == 0 or values.shape[0] != total:
             raise ValueError(
                 f"values must have one entry for each of the trajectories' {total} tokens, its "
@@ -36,6 +38,7 @@ def flatten_values(
                 "values.unbind(), a padded batch is values[attention_mask]"
             )
         return values
+    check_iterable("values", values, "tensors or numbers")
     if len(values) != len(lengths):
         raise ValueError(f"values are of {len(values)} trajectories, the tree has {len(lengths)}")
     device = next((value.device for value in values if isinstance(value, Tensor)), device)
@@ -75,6 +78,8 @@ def scatter_values(
         return total / count.to(values.dtype)
     if reduction not in ("first", "equal"):
         raise ValueError(f"reduction must be 'sum', 'mean', 'first' or 'equal', got {reduction!r}")
+    if reduction == "equal":
+        check_data("values", values)
     index = torch.arange(positions.numel(), device=values.device)
     first = torch.full((size,), positions.numel(), dtype=torch.int64, device=values.device)
     first.scatter_reduce_(0, positions, index, "amin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import as_device, check_int, check_number, check_tensor
+from ..lasting import lasting
 from ..mask import TreeMask
 from . import layout, training
 from .indexing import take
@@ -94,8 +97,9 @@ class TokenTree:
 
     def to(self: Tree, device: torch.device | str) -> Tree:
         """The same tree on another device."""
+        device = as_device(device)
         moved: dict[str, Any] = {
-            field.name: value.to(device)
+            field.name: lasting(value.to(device))
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
@@ -104,6 +108,10 @@ class TokenTree:
     def __getstate__(self) -> dict[str, Any]:
         # What is computed on demand, which may be large, is computed anew where it is unpickled.
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, lasting(value) if isinstance(value, Tensor) else value)
 
     # Attention
 
@@ -172,7 +180,7 @@ class TokenTree:
             self.position_ids.cpu().numpy(),
             self.trajectory_ends.cpu().numpy(),
         )
-        return torch.from_numpy(positions).to(self.device)
+        return lasting(torch.from_numpy(positions).to(self.device))
 
     def positions(self, index: int) -> Tensor:
         """The pack positions of trajectory `index`: int64 [its length], strictly ascending.
@@ -180,8 +188,9 @@ class TokenTree:
         Raises:
             IndexError: there is no such trajectory.
         """
+        check_int("index", index)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"trajectory {index} of a tree of {len(self)}")
+            raise IndexError(f"index: trajectory {index} of a tree of {len(self)}")
         end = self.trajectory_ends[index % len(self)]
         # A token's ancestors are those before it whose subtrees have not ended.
         position = torch.arange(self.num_tokens, device=self.device)
@@ -192,7 +201,7 @@ class TokenTree:
         """int64 [N], how many trajectories run through each token."""
         ends = self.trajectory_ends
         ended = torch.bincount(ends[ends >= 0] + 1, minlength=self.num_tokens + 1).cumsum(0)
-        return ended[self.subtree_end] - ended[:-1]
+        return lasting(ended[self.subtree_end] - ended[:-1])
 
     def unpack(self, x: Tensor, dim: int = -1) -> list[Tensor]:
         """Split a per-token tensor of the pack into one tensor a trajectory; differentiable.
@@ -207,6 +216,8 @@ class TokenTree:
         Raises:
             ValueError: `x` is not of size N along `dim`.
         """
+        check_tensor("x", x)
+        check_int("dim", dim)
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"x of shape {tuple(x.shape)} does not have the pack's {self.num_tokens} tokens "
@@ -244,6 +255,8 @@ class TokenTree:
             ValueError: values that do not fit the trajectories, or with "equal" disagree.
             TypeError: the mean of integers.
         """
+        if check_number("tolerance", tolerance) < 0 or math.isnan(tolerance):
+            raise ValueError(f"tolerance must be at least 0, got {tolerance}")
         flat = flatten_values(values, self.trajectory_lengths, self.device)
         return scatter_values(
             flat,
@@ -288,7 +301,8 @@ class TokenTree:
     def token_entropy(self, logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         """The entropy in nats of the distribution that predicts each packed token.
 
-        Args, errors: as for `token_logprobs`.
+        Args:
+            logits, temperature: as for `token_logprobs`, and so the errors.
 
         Returns:
             [N], float32 (float64 for float64), differentiable; 0 for roots. The children of a fork
@@ -300,7 +314,8 @@ class TokenTree:
     def gather_logprobs(self, logits: Tensor, *, temperature: float = 1.0) -> list[Tensor]:
         """The log-probability of each trajectory's tokens, as separate runs would give them.
 
-        Args, errors: as for `token_logprobs`.
+        Args:
+            logits, temperature: as for `token_logprobs`, and so the errors.
 
         Returns:
             For each trajectory [its length], aligned with its tokens: entry t is
@@ -310,7 +325,14 @@ class TokenTree:
         return self.unpack(self.token_logprobs(logits, temperature=temperature))
 
     def gather_entropy(self, logits: Tensor, *, temperature: float = 1.0) -> list[Tensor]:
-        """`token_entropy` by trajectory, aligned as the log-probabilities are."""
+        """The entropy of each trajectory's tokens: `token_entropy` by trajectory.
+
+        Args:
+            logits, temperature: as for `token_logprobs`, and so the errors.
+
+        Returns:
+            For each trajectory [its length], aligned as `gather_logprobs` is.
+        """
         return self.unpack(self.token_entropy(logits, temperature=temperature))
 
     def _of_tokens(self, of_terms: Tensor) -> Tensor:
@@ -353,7 +375,7 @@ class TokenTree:
         )
 
     def plot_mask(self) -> Figure:
-        """Draw the mask and its tiles; see :func:`tree_attn_op.tree.plot.plot_mask`."""
+        """Draw the mask and its tiles; see ``tree_attn_op.tree.plot.plot_mask``."""
         from .plot import plot_mask
 
         return plot_mask(self.mask)

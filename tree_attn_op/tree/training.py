@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..arguments import check_positive, check_tensor
+from ..lasting import lasting
 from .indexing import add_at, take
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -43,7 +44,8 @@ class LossTerms:
         """The terms of a tree from its per-token tensors [N]."""
         token = torch.nonzero(parents >= 0).squeeze(1)
         token = token[torch.argsort(parents[token], stable=True)]
-        return cls(parents[token], token, input_ids[token], multiplicity[token])
+        source, label = parents[token], input_ids[token]
+        return cls(*map(lasting, (source, token, label, multiplicity[token])))
 
     def __len__(self) -> int:
         return self.source.numel()
@@ -55,7 +57,10 @@ class LossTerms:
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu()
         labels = (self.label.amin(), self.label.amax()) if len(self) else ()
         return _Rows(
-            source, torch.repeat_interleave(counts), first, tuple(int(one) for one in labels)
+            lasting(source),
+            lasting(torch.repeat_interleave(counts)),
+            lasting(first),
+            tuple(int(one) for one in labels),
         )
 
 
@@ -95,6 +100,7 @@ def check_logits(logits: Tensor, num_tokens: int) -> Tensor:
         TypeError: not a floating-point tensor.
         ValueError: not of shape [N, V] or [1, N, V].
     """
+    check_tensor("logits", logits)
     if not logits.is_floating_point():
         raise TypeError(f"logits must be of a floating-point dtype, got {logits.dtype}")
     if logits.ndim == 3 and logits.shape[0] == 1:
@@ -108,8 +114,7 @@ def check_logits(logits: Tensor, num_tokens: int) -> Tensor:
 
 
 def _checked(logits: Tensor, terms: LossTerms, temperature: float) -> Tensor:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_positive("temperature", temperature)
     if logits.device != terms.source.device:
         raise ValueError(
             f"the tree is on {terms.source.device} and logits on {logits.device}: use tree.to(...)"
