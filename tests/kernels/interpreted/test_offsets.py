@@ -1,7 +1,7 @@
 """Addresses beyond 2^31 elements, without the memory: rows far apart in a tensor never touched.
 
-An allocation takes memory as its pages are written, so that a few rows of a tensor of 2^32 elements
-need little of it.
+An allocation takes memory as its pages are written, so that a few rows of a tensor of 2^32
+elements need little of it.
 """
 
 from __future__ import annotations

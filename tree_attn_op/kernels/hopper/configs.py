@@ -22,9 +22,9 @@ class Config:
     producer_registers: int = 24
 
 
-# With 128 columns two stages of 128 keys are all that fits beside the query tiles. 64 columns leave
-# room for more, which short rows gain from in the forward, and nothing in the backward. Two heads a
-# step of dK and dV make the products wider, but spill. Measured: bench/NOTES.md.
+# With 128 columns two stages of 128 keys are all that fits beside the query tiles. 64 columns
+# leave room for more, which short rows gain from in the forward, and nothing in the backward. Two
+# heads a step of dK and dV make the products wider, but spill. Measured: bench/NOTES.md.
 FORWARD = {1: Config(stages=4), 2: Config(stages=2)}
 DQ = {1: Config(stages=2), 2: Config(stages=2)}
 DKDV = {1: Config(stages=2), 2: Config(stages=2)}
