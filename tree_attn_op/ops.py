@@ -23,6 +23,7 @@ from . import blocks, cpu, list_checks, validation
 from .arguments import check_tensor
 from .blocks import cdiv
 from .kernels.choice import choose_kernels
+from .kernels.configs import current
 from .layout import empty_like_layout
 from .predicate import Predicate
 
@@ -115,10 +116,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Ten
     if 0 in query.shape[:3] or key.shape[2] == 0:
         out, lse = _fake_forward(query, key, value, *mask)
         return out.zero_(), lse.fill_(float("-inf"))
-    forward: Any = cpu.forward
-    if query.device.type != "cpu":
-        forward = _serving(query, key, value, kv_num_blocks=lists[0], sizes=sizes).forward
-    return forward(query, key, value, q_vals, k_vals, predicate, *lists[:4], *sizes)
+    arguments = (query, key, value, q_vals, k_vals, predicate)
+    if query.device.type == "cpu":
+        return cpu.forward(*arguments, *_key_side(lists), *sizes)
+    with current(query.device):
+        package = _serving(query, key, value, lists[0], sizes)
+        return package.forward(*arguments, *lists[:4], *sizes)
 
 
 def _serving(
@@ -163,8 +166,9 @@ def _backward(
     if query.device.type == "cpu":
         return cpu.backward(*saved, *_key_side(lists), *sizes)
     by_query = _query_side(lists, cdiv(key.shape[2], sizes[1]))
-    package = _serving(query, key, value, lists[0], sizes)
-    return package.backward(*saved, *lists[:4], *by_query, *sizes)
+    with current(query.device):
+        package = _serving(query, key, value, lists[0], sizes)
+        return package.backward(*saved, *lists[:4], *by_query, *sizes)
 
 
 def _key_side(

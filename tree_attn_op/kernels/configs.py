@@ -7,9 +7,10 @@ the blocks of the lists, and head dims beyond the table's get smaller tiles.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -173,6 +174,11 @@ def device_of(device: torch.device) -> Device:
             torch.cuda.current_device() if device.index is None else device.index
         )
     return GENERIC
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While this lasts, Triton launches on ``device``: it asks for the current one, no tensor."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def padded_dim(dim: int) -> int:

@@ -5,12 +5,10 @@ A third launch comes with lists to refine. What the launches do: ``block_list_ke
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from tree_attn_op.kernels.configs import current
 from tree_attn_op.kernels.portable.block_list_kernels import expand_lists, list_tiles, tile_bounds
 from tree_attn_op.predicate import Predicate
 
@@ -68,7 +66,7 @@ def block_lists(
 
     q_items, k_items = q_batch * q_rows * num_q, k_batch * k_rows * num_k
     bounds = torch.empty(2 * (q_items + k_items), dtype=torch.int64, device=device)
-    with _current(device):
+    with current(device):
         if q_items or k_items:
             tile_bounds[(q_items + k_items,)](
                 q_vals,
@@ -145,11 +143,6 @@ def _expanded(
         CHUNK=min(_CHUNK, _power_of_2(columns)),
     )
     return states
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _cdiv(length: int, block: int) -> int:
