@@ -23,40 +23,7 @@ from .compat import (
 )
 from .loading import load_rows
 from .masking import evaluate
-from .schedule import position_of_turn, turns_of_block
-
-
-@gluon.jit
-def _load_item(turn, codes):
-    """The ``turn``-th work item of this block.
-
-    Args:
-        codes: ``(order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches,
-            kv_heads)``; ``order`` is ``[batch of lists, key_pairs]`` by falling cost, the next two
-            are what ``merge_lists`` returns.
-
-    Returns:
-        ``(batch, kv_head, key_pair, entry_pointer, mixed, total)``.
-    """
-    order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads = codes
-    position = position_of_turn(turn, key_pairs * batches * kv_heads)
-    rank = position // (batches * kv_heads)
-    rest = position % (batches * kv_heads)
-    batch = rest // kv_heads
-    key_pair = gl.load(order + batch * list_batch_rows + rank)
-    row = batch * list_batch_rows + key_pair
-    mixed = gl.load(counts + 2 * row)
-    total = mixed + gl.load(counts + 2 * row + 1)
-    return batch, rest % kv_heads, key_pair, entries + row.to(gl.int64) * q_tiles, mixed, total
-
-
-@gluon.jit
-def _load_entry(entry_pointer, entry, mixed, q_tiles):
-    """The ``entry``-th code of an item: mixed ones from the front, full ones from the back."""
-    index = entry
-    if entry >= mixed:
-        index = q_tiles - 1 - (entry - mixed)
-    return gl.load(entry_pointer + gl.maximum(gl.minimum(index, q_tiles - 1), 0))
+from .schedule import load_entry, load_item, turns_of_block
 
 
 @gluon.jit
@@ -71,7 +38,7 @@ def _producer(
     STEPS: gl.constexpr = GROUP // STEP_HEADS
     step = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = _load_item(turn, codes)
+        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
         if total > 0:
             if step > 0:
                 # K and V are read for the last time before the item's last step is freed.
@@ -82,10 +49,10 @@ def _producer(
                 token = key_pair * 128 + half * 64
                 load_rows(k_desc, batch, kv_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
                 load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
-        code = _load_entry(entry_pointer, 0, mixed, q_tiles)
+        code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
             first_tile = (code // 16) * STEP_TILES
-            code = _load_entry(entry_pointer, entry + 1, mixed, q_tiles)
+            code = load_entry(entry_pointer, entry + 1, mixed, q_tiles)
             for part in range(STEP_TILES * STEPS):
                 q_tile = first_tile + part // STEPS
                 head = kv_head * GROUP + (part % STEPS) * STEP_HEADS
@@ -180,18 +147,18 @@ def _consumer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = _load_item(turn, codes)
+        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, QK_CHUNKS * 64], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)
         if total > 0:
             mbarrier.wait(kv_full, item & 1)
             item += 1
-        code = _load_entry(entry_pointer, 0, mixed, q_tiles)
+        code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(mixed):
             state = (code // (1 if GROUP_INDEX else 4)) % 4
             first_tile = (code // 16) * STEP_TILES
-            code = _load_entry(entry_pointer, entry + 1, mixed, q_tiles)
+            code = load_entry(entry_pointer, entry + 1, mixed, q_tiles)
             for part in range(STEP_TILES * STEPS):
                 if state == 0:
                     # The stage may be freed only when it is filled.

@@ -25,11 +25,10 @@ from .compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .dkdv_kernel import _load_entry, _load_item
 from .loading import load_rows
 from .masking import evaluate
 from .packing import hidden_from_assembler
-from .schedule import turns_of_block
+from .schedule import load_entry, load_item, turns_of_block
 
 DS_STAGES = gl.constexpr(2)
 """Buffers of dS: one is filled while the other is multiplied."""
@@ -62,7 +61,7 @@ def _producer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = _load_item(turn, codes)
+        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
         if total > 0:
             mbarrier.wait(kv_empty, (item & 1) ^ 1)
             item += 1
@@ -71,10 +70,10 @@ def _producer(
                 token = key_pair * 128 + half * 64
                 load_rows(k_desc, batch, kv_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
                 load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
-        code = _load_entry(entry_pointer, 0, mixed, q_tiles)
+        code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
             first_tile = (code // 16) * STEP_TILES
-            code = _load_entry(entry_pointer, entry + 1, mixed, q_tiles)
+            code = load_entry(entry_pointer, entry + 1, mixed, q_tiles)
             for part in range(STEP_TILES * GROUP):
                 q_tile = first_tile + part // GROUP
                 head = kv_head * GROUP + part % GROUP
@@ -302,7 +301,7 @@ def _load_part(
         half of the step's dQ.
     """
     PARTS: gl.constexpr = GROUP * STEP_TILES
-    code = _load_entry(entry_pointer, part // PARTS, mixed, q_tiles)
+    code = load_entry(entry_pointer, part // PARTS, mixed, q_tiles)
     state = (code // (1 if GROUP_INDEX else 4)) % 4
     q_tile = (code // 16) * STEP_TILES + part % PARTS // GROUP
     tile = first_row + part % GROUP * stats_tiles + q_tile
@@ -336,7 +335,7 @@ def _consumer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = _load_item(turn, codes)
+        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, WIDTH], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)

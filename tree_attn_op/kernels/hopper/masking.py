@@ -6,37 +6,37 @@ functions of plain Triton, and literals need no shape here.
 
 from __future__ import annotations
 
-from tree_attn_op.predicate import Kind, Op
+from tree_attn_op.kernels.opcodes import (
+    AND,
+    EQ,
+    FALSE,
+    GT,
+    K_INDEX,
+    K_ROW,
+    LE,
+    LT,
+    NE,
+    NONE,
+    OR,
+    Q_INDEX,
+    Q_ROW,
+    TRUE,
+)
 
 from .compat import gl, gluon
-
-_AND = gl.constexpr(int(Op.AND))
-_OR = gl.constexpr(int(Op.OR))
-_FALSE = gl.constexpr(int(Op.FALSE))
-_TRUE = gl.constexpr(int(Op.TRUE))
-_EQ = gl.constexpr(int(Op.EQ))
-_NE = gl.constexpr(int(Op.NE))
-_LT = gl.constexpr(int(Op.LT))
-_LE = gl.constexpr(int(Op.LE))
-_GT = gl.constexpr(int(Op.GT))
-_NONE = gl.constexpr(int(Kind.NONE))
-_Q_INDEX = gl.constexpr(int(Kind.Q_INDEX))
-_K_INDEX = gl.constexpr(int(Kind.K_INDEX))
-_Q_ROW = gl.constexpr(int(Kind.Q_ROW))
-_K_ROW = gl.constexpr(int(Kind.K_ROW))
 
 
 @gluon.jit
 def _term(KIND: gl.constexpr, NUMBER: gl.constexpr, q, k, q_vals, k_vals, q_stride, k_stride):
     """One operand in the dtype of the values: an index, a row's value or a literal."""
     dtype: gl.constexpr = q_vals.dtype.element_ty
-    if KIND == _Q_INDEX:
+    if KIND == Q_INDEX:
         return q.to(dtype)
-    elif KIND == _K_INDEX:
+    elif KIND == K_INDEX:
         return k.to(dtype)
-    elif KIND == _Q_ROW:
+    elif KIND == Q_ROW:
         return gl.load(q_vals + NUMBER * q_stride + q)
-    elif KIND == _K_ROW:
+    elif KIND == K_ROW:
         return gl.load(k_vals + NUMBER * k_stride + k)
     else:
         return gl.to_tensor(NUMBER).to(dtype)
@@ -47,7 +47,7 @@ def _side(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_strid
     """A term, or the difference of two, wrapping in the dtype of the values."""
     MINUS: gl.constexpr = PROGRAM[AT + 2]
     plus = _term(PROGRAM[AT], PROGRAM[AT + 1], q, k, q_vals, k_vals, q_stride, k_stride)
-    if MINUS == _NONE:
+    if MINUS == NONE:
         return plus
     else:
         minus = _term(MINUS, PROGRAM[AT + 3], q, k, q_vals, k_vals, q_stride, k_stride)
@@ -68,16 +68,16 @@ def evaluate(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_st
         Boolean tensor that broadcasts to the tile.
     """
     OP: gl.constexpr = PROGRAM[AT]
-    if OP == _TRUE:
+    if OP == TRUE:
         return q == q
-    elif OP == _FALSE:
+    elif OP == FALSE:
         return q != q
-    elif OP == _AND or OP == _OR:  # noqa: SIM109 - Triton has no `in`
+    elif OP == AND or OP == OR:  # noqa: SIM109 - Triton has no `in`
         COUNT: gl.constexpr = PROGRAM[AT + 1]
         result = evaluate(PROGRAM, PROGRAM[AT + 2], q, k, q_vals, k_vals, q_stride, k_stride)
         for i in gl.static_range(1, COUNT):
             part = evaluate(PROGRAM, PROGRAM[AT + 2 + i], q, k, q_vals, k_vals, q_stride, k_stride)
-            if OP == _AND:  # noqa: SIM108 - a ternary of tensors is a select
+            if OP == AND:  # noqa: SIM108 - a ternary of tensors is a select
                 result = result & part
             else:
                 result = result | part
@@ -85,15 +85,15 @@ def evaluate(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_st
     else:
         lhs = _side(PROGRAM, AT + 1, q, k, q_vals, k_vals, q_stride, k_stride)
         rhs = _side(PROGRAM, AT + 5, q, k, q_vals, k_vals, q_stride, k_stride)
-        if OP == _EQ:
+        if OP == EQ:
             return lhs == rhs
-        elif OP == _NE:
+        elif OP == NE:
             return lhs != rhs
-        elif OP == _LT:
+        elif OP == LT:
             return lhs < rhs
-        elif OP == _LE:
+        elif OP == LE:
             return lhs <= rhs
-        elif OP == _GT:
+        elif OP == GT:
             return lhs > rhs
         else:
             return lhs >= rhs

@@ -12,21 +12,32 @@ _BLOCK = 128
 
 
 @triton.jit
-def _rank_kernel(first, second, order, count, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * count
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = mine < count
-    cost = tl.load(first + (row + mine) * stride, valid, 0)
-    cost += tl.load(second + (row + mine) * stride, valid, 0)
+def _ranks(first, second, mine, cost, count, stride, BLOCK: tl.constexpr):
+    """Places of the tiles ``mine`` by falling sum of two counts, equal ones in their own order.
+
+    ``first`` and ``second`` point at the counts of tile 0, ``cost`` is the sum for ``mine``.
+    """
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         other = start + tl.arange(0, BLOCK)
         there = other < count
-        other_cost = tl.load(first + (row + other) * stride, there, 0)
-        other_cost += tl.load(second + (row + other) * stride, there, 0)
+        other_cost = tl.load(first + other * stride, there, 0)
+        other_cost += tl.load(second + other * stride, there, 0)
         heavier = other_cost[None, :] > cost[:, None]
         earlier = (other_cost[None, :] == cost[:, None]) & (other[None, :] < mine[:, None])
         rank += tl.sum(((heavier | earlier) & there[None, :]).to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
+def _rank_kernel(first, second, order, count, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64) * count
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = mine < count
+    first += row * stride
+    second += row * stride
+    cost = tl.load(first + mine * stride, valid, 0) + tl.load(second + mine * stride, valid, 0)
+    rank = _ranks(first, second, mine, cost, count, stride, BLOCK)
     tl.store(order + row + rank, mine, valid)
 
 
@@ -56,16 +67,7 @@ def _schedule_kernel(
     valid = mine < count
     partials = tl.load(partial_counts + row + mine, valid, 0)
     fulls = tl.load(full_counts + row + mine, valid, 0)
-    cost = partials + fulls
-    rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        there = other < count
-        other_cost = tl.load(partial_counts + row + other, there, 0)
-        other_cost += tl.load(full_counts + row + other, there, 0)
-        heavier = other_cost[None, :] > cost[:, None]
-        earlier = (other_cost[None, :] == cost[:, None]) & (other[None, :] < mine[:, None])
-        rank += tl.sum(((heavier | earlier) & there[None, :]).to(tl.int32), 1)
+    rank = _ranks(partial_counts + row, full_counts + row, mine, partials + fulls, count, 1, BLOCK)
     # The first pair: an odd count gives it its first tile, two even ones give it two of one kind.
     even = ((partials | fulls) & 1) == 0
     both = tl.where(partials > 0, 1, tl.where(fulls > 0, 2, 0))

@@ -4,7 +4,8 @@ Shared by the kernels that keep query rows and walk over keys (forward, dQ). A *
 item: a tile of query tokens for one pair of heads (packed) or one head. Rows are dealt to a
 persistent grid, heaviest first, in alternating direction, so that the blocks' loads even out. Keys
 are visited in *pairs* of listed key tiles: any two of them, adjacent or not, share one stage of
-the K/V ring.
+the K/V ring. Kernels that keep keys (dK/dV, the fast backward) deal out pairs of adjacent key
+tiles in the same way: ``load_item`` and ``load_entry``.
 """
 
 from __future__ import annotations
@@ -121,3 +122,36 @@ def load_tile(tiles, index, list_row, kv_tiles):
 def first_tile(first):
     """Number and state of a tile of a row's first pair: 0 dead, 1 partial, 2 full."""
     return first >> 2, first & 3
+
+
+@gluon.jit
+def load_item(turn, codes):
+    """The ``turn``-th work item of this block in a kernel that keeps keys.
+
+    Args:
+        codes: ``(order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches,
+            kv_heads)``; ``order`` is ``[batch of lists, key_pairs]`` by falling cost, the next two
+            are what ``merge_lists`` returns.
+
+    Returns:
+        ``(batch, kv_head, key_pair, entry_pointer, mixed, total)``.
+    """
+    order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads = codes
+    position = position_of_turn(turn, key_pairs * batches * kv_heads)
+    rank = position // (batches * kv_heads)
+    rest = position % (batches * kv_heads)
+    batch = rest // kv_heads
+    key_pair = gl.load(order + batch * list_batch_rows + rank)
+    row = batch * list_batch_rows + key_pair
+    mixed = gl.load(counts + 2 * row)
+    total = mixed + gl.load(counts + 2 * row + 1)
+    return batch, rest % kv_heads, key_pair, entries + row.to(gl.int64) * q_tiles, mixed, total
+
+
+@gluon.jit
+def load_entry(entry_pointer, entry, mixed, q_tiles):
+    """The ``entry``-th code of an item: mixed ones from the front, full ones from the back."""
+    index = entry
+    if entry >= mixed:
+        index = q_tiles - 1 - (entry - mixed)
+    return gl.load(entry_pointer + gl.maximum(gl.minimum(index, q_tiles - 1), 0))
