@@ -12,6 +12,7 @@ DESIGN.md has the schemas, the shapes and what always holds. Importing this need
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import blocks, cpu, list_checks, validation
+from . import autograd, blocks, cpu, list_checks, validation
 from .arguments import check_tensor
 from .blocks import cdiv
 from .kernels.choice import choose_kernels
 from .kernels.configs import current
+from .kernels.plans import Plan, Plans, Substitute
 from .layout import empty_like_layout
 from .predicate import Predicate
 
@@ -108,20 +110,57 @@ def _check_call(
         list_checks.check_contents(lists)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
-    q_vals, k_vals, predicate, *rest = mask
-    lists, sizes = tuple(rest[:8]), rest[8:]
-    _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     _refuse_forward_mode()
-    if 0 in query.shape[:3] or key.shape[2] == 0:
-        out, lse = _fake_forward(query, key, value, *mask)
-        return out.zero_(), lse.fill_(float("-inf"))
-    arguments = (query, key, value, q_vals, k_vals, predicate)
-    if query.device.type == "cpu":
-        return cpu.forward(*arguments, *_key_side(lists), *sizes)
-    with current(query.device):
-        package = _serving(query, key, value, lists[0], sizes)
-        return package.forward(*arguments, *lists[:4], *sizes)
+    query = arguments[0]
+    if not query.is_cpu:
+        look = _look_at_lists if list_checks.enabled() else None
+        with current(query.device):
+            return _forward_plans.run(_plan_forward, arguments, query.dtype, look)
+    _check_forward(arguments)
+    if _nothing_to_attend(query, arguments[1]):
+        return _no_attention(*arguments)
+    return cpu.forward(*(*arguments[:6], *_key_side(arguments[6:14]), *arguments[14:]))
+
+
+_forward_plans = Plans()
+
+
+def _check_forward(arguments: tuple[Any, ...]) -> None:
+    _check_call(*(*arguments[:6], arguments[6:14], *arguments[14:]))
+
+
+def _look_at_lists(arguments: tuple[Any, ...]) -> None:
+    list_checks.check_contents(arguments[-11:-3])
+
+
+def _plan_forward(arguments: tuple[Any, ...]) -> Plan:
+    _check_forward(arguments)
+    query, key, value = arguments[:3]
+    if _nothing_to_attend(query, key):
+        return _Immediate(_no_attention)
+    return _serving(query, key, value, arguments[6], arguments[14:]).plan_forward(*arguments)
+
+
+class _Immediate:
+    """The plan of a call that needs no kernel."""
+
+    substitute = None
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+def _nothing_to_attend(query: Tensor, key: Tensor) -> bool:
+    return 0 in query.shape[:3] or key.shape[2] == 0
+
+
+def _no_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _fake_forward(*arguments)
+    return out.zero_(), lse.fill_(float("-inf"))
 
 
 def _serving(
@@ -145,30 +184,46 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tupl
 # tree_attention_backward
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *mask: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q_vals, k_vals, predicate, *rest = mask
-    lists, sizes = tuple(rest[:8]), rest[8:]
-    _check_call(query, key, value, q_vals, k_vals, predicate, lists, *sizes)
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query = arguments[2]
+    if not query.is_cpu:
+        look = _look_at_lists if list_checks.enabled() else None
+        with current(query.device):
+            return _backward_plans.run(_plan_backward, arguments, query.dtype, look)
+    _check_backward(arguments)
+    if _nothing_to_attend(query, arguments[3]):
+        return _no_gradients(*arguments)
+    return cpu.backward(*(*arguments[:10], *_key_side(arguments[10:18]), *arguments[18:]))
+
+
+_backward_plans = Plans()
+
+
+def _check_backward(arguments: tuple[Any, ...]) -> None:
+    grad_out, grad_lse, query, key, value, out, lse = arguments[:7]
+    _check_call(*(query, key, value, *arguments[7:10], arguments[10:18], *arguments[18:]))
     validation.check_gradients(grad_out, grad_lse, query, value, out, lse)
-    if 0 in query.shape[:3] or key.shape[2] == 0:
-        dq, dk, dv = _fake_backward(grad_out, grad_lse, query, key, value, out, lse, *mask)
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    saved = (grad_out, grad_lse, query, key, value, out, lse, q_vals, k_vals, predicate)
-    if query.device.type == "cpu":
-        return cpu.backward(*saved, *_key_side(lists), *sizes)
-    by_query = _query_side(lists, cdiv(key.shape[2], sizes[1]))
-    with current(query.device):
-        package = _serving(query, key, value, lists[0], sizes)
-        return package.backward(*saved, *lists[:4], *by_query, *sizes)
+
+
+def _plan_backward(arguments: tuple[Any, ...]) -> Plan:
+    _check_backward(arguments)
+    query, key, value = arguments[2:5]
+    if _nothing_to_attend(query, key):
+        return _Immediate(_no_gradients)
+    lists = arguments[10:18]
+    if any(lists[at] is not None and lists[at + 4] is None for at in (0, 2)):
+        return Substitute(_with_query_side)
+    return _serving(query, key, value, lists[0], arguments[18:]).plan_backward(*arguments)
+
+
+def _no_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _fake_backward(*arguments)
+    return dq.zero_(), dk.zero_(), dv.zero_()
+
+
+def _with_query_side(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    columns = cdiv(arguments[3].shape[2], arguments[19])
+    return (*arguments[:14], *_query_side(arguments[10:18], columns), *arguments[18:])
 
 
 def _key_side(
@@ -211,7 +266,21 @@ def _fake_backward(
 # block_lists
 
 
-def _block_lists(
+def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    # The dispatcher leaves out an argument that is its default.
+    arguments = arguments if len(arguments) == 14 else (*arguments, True)
+    if not arguments[0].is_cpu:
+        look = _look_at_given_lists if list_checks.enabled() else None
+        with current(arguments[0].device):
+            return _block_list_plans.run(_plan_block_lists, arguments, None, look)
+    _check_block_lists(*arguments)
+    return _block_lists_in_torch(*arguments)
+
+
+_block_list_plans = Plans()
+
+
+def _check_block_lists(
     q_vals: Tensor,
     k_vals: Tensor,
     predicate: str,
@@ -225,8 +294,8 @@ def _block_lists(
     kv_block_size: int,
     new_q_block_size: int,
     new_kv_block_size: int,
-    full_at_ends: bool = True,
-) -> tuple[Tensor, ...]:
+    full_at_ends: bool,
+) -> None:
     lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
     check_tensor("q_vals", q_vals)
     validation.check_values(predicate, q_vals, k_vals, q_len, kv_len, q_vals.device)
@@ -243,16 +312,30 @@ def _block_lists(
         raise ValueError("kv_num_blocks is missing, full_kv_num_blocks is given")
     if kv_num_blocks is not None and not full_at_ends:
         raise ValueError("full_at_ends=False is for lists derived from the predicate alone")
-    if kv_num_blocks is not None and list_checks.enabled():
-        list_checks.check_contents(lists)
-    sizes = (q_block_size, kv_block_size, new_q_block_size, new_kv_block_size)
+    if list_checks.enabled():
+        _look_at_given_lists((q_vals, k_vals, predicate, q_len, kv_len, *lists))
+
+
+def _look_at_given_lists(arguments: tuple[Any, ...]) -> None:
+    if arguments[5] is not None:
+        list_checks.check_contents(arguments[5:9])
+
+
+def _plan_block_lists(arguments: tuple[Any, ...]) -> Plan:
+    _check_block_lists(*arguments)
+    q_vals, k_vals, predicate, q_len, kv_len, kv_num_blocks = arguments[:6]
     empty = 0 in (q_len, kv_len, q_vals.shape[0], k_vals.shape[0])
-    empty = empty or (kv_num_blocks is not None and 0 in kv_num_blocks.shape)
+    if empty or (kv_num_blocks is not None and 0 in kv_num_blocks.shape):
+        return _Immediate(_block_lists_in_torch)
+    plan = _kernels("portable.block_lists").plan_block_lists
+    return plan(q_vals, k_vals, Predicate.parse(predicate), *arguments[3:])
+
+
+def _block_lists_in_torch(
+    q_vals: Tensor, k_vals: Tensor, predicate: str, q_len: int, kv_len: int, *rest: Any
+) -> tuple[Tensor, ...]:
+    lists, sizes, full_at_ends = rest[:4], rest[4:8], rest[8]
     parsed = Predicate.parse(predicate)
-    if q_vals.device.type != "cpu" and not empty:
-        build = _kernels("portable.block_lists").block_lists
-        at_ends = {"full_at_ends": full_at_ends}
-        return build(q_vals, k_vals, parsed, q_len, kv_len, *lists, *sizes, **at_ends)
     states = blocks.refined_states(parsed, q_vals, k_vals, q_len, kv_len, lists, *sizes)
     if not full_at_ends:
         states = blocks.partial_at_ends(states, q_len, kv_len, *sizes[2:])
@@ -282,12 +365,13 @@ def flex_lists(
     if q_vals.device.type != "cpu" and 0 not in (q_len, kv_len, batch, heads):
         build = _kernels("portable.block_lists").block_lists
         sizes = (q_block_size, kv_block_size) * 2
-        return build(
-            *(q_vals, k_vals, predicate, q_len, kv_len, None, None, None, None, *sizes),
-            batch=batch,
-            heads=heads,
-            full_at_ends=False,
-        )
+        with current(q_vals.device):
+            return build(
+                *(q_vals, k_vals, predicate, q_len, kv_len, None, None, None, None, *sizes),
+                batch=batch,
+                heads=heads,
+                full_at_ends=False,
+            )
     sizes = (q_len, kv_len, q_block_size, kv_block_size)
     states = blocks.classify_tiles(predicate, q_vals, k_vals, *sizes)
     lists = blocks.lists_of(blocks.partial_at_ends(states.unsqueeze(1), *sizes))
@@ -352,44 +436,6 @@ _library.impl("block_lists_of_mask", blocks.lists_of_mask, "CompositeImplicitAut
 # Autograd and autocast
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, q_vals, k_vals, predicate, *rest = inputs
-    ctx.save_for_backward(query, key, value, *output, q_vals, k_vals, *rest[:8])
-    ctx.predicate, ctx.sizes = predicate, rest[8:]
-    # An output that takes no part in the loss has no gradient, rather than a tensor of zeros.
-    ctx.set_materialize_grads(False)
-
-
-def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-    unused = (None,) * 14
-    if grad_out is None and grad_lse is None:
-        return (None, None, None, *unused)
-    query, key, value, out, lse, q_vals, k_vals, *lists = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grads = torch.ops.tree_attn_op.tree_attention_backward.default(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        q_vals,
-        k_vals,
-        ctx.predicate,
-        *lists,
-        *ctx.sizes,
-    )
-    return (*grads, *unused)
-
-
-def _no_double_backward(ctx: Any, *grads: Tensor) -> Any:
-    raise RuntimeError(
-        "tree attention has no second derivative: call backward without create_graph=True"
-    )
-
-
 def _refuse_forward_mode() -> None:
     # Where no input requires a gradient, torch would drop the tangents and say nothing. Whether
     # there are any cannot be asked for everywhere that a kernel may be called from.
@@ -450,12 +496,8 @@ for _name, _fake in (
     ("block_lists", _fake_block_lists),
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    f"{NAMESPACE}::tree_attention",
-    _autograd_backward,
-    setup_context=_setup_context,
-    lib=_library,
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::tree_attention_backward", _no_double_backward, lib=_library
-)
+for _name, _kernel in (
+    ("tree_attention", autograd.attention_kernel(_forward)),
+    ("tree_attention_backward", autograd.backward_kernel(_backward)),
+):
+    _library.impl(_name, _kernel, "Autograd", with_keyset=True)

@@ -7,8 +7,8 @@ import torch
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ``torch.empty`` and ``torch.empty_like`` return NaN in floating tensors."""
-    for name in ("empty", "empty_like"):
+    """Lets ``torch.empty`` and its likes return NaN in floating tensors."""
+    for name in ("empty", "empty_like", "empty_strided"):
         original = getattr(torch, name)
 
         def filled(*args, original=original, **kwargs):

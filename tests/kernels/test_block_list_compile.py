@@ -38,7 +38,7 @@ class _Compiling:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the launches of the test have compiled, in order."""
     found: list[Any] = []
-    for name in ("tile_bounds", "expand_lists", "list_tiles"):
+    for name in ("prepare_tiles", "list_tiles"):
         kernel = getattr(block_lists, name)
         monkeypatch.setattr(block_lists, name, _Compiling(kernel, found))
     return found
@@ -68,18 +68,18 @@ def build(
 def test_every_architecture(architecture: int | str, compiled: list[Any]) -> None:
     with compiling_for(target_of(architecture)):
         build(batch=2, refine=True)
-    assert [kernel.name for kernel in compiled] == ["tile_bounds", "expand_lists", "list_tiles"]
+    assert [kernel.name for kernel in compiled] == ["prepare_tiles", "list_tiles"]
 
 
 def test_more_blocks_than_one_program_looks_at(compiled: list[Any]) -> None:
     with compiling_for(target_of(90)):
         build(length=128 * 1024, text="q >= k & q - k < 999 & q0 - k0 < 5", dtype=torch.int64)
-    assert [kernel.name for kernel in compiled] == ["tile_bounds", "list_tiles"]
+    assert [kernel.name for kernel in compiled] == ["prepare_tiles", "list_tiles"]
 
 
 def test_another_length_is_no_other_kernel(compiled: list[Any]) -> None:
     with compiling_for(target_of(90)):
         for length in (1100, 1101, 1104, 1536, 2048):
             build(length=length)
-    assert {kernel.name for kernel in compiled} == {"tile_bounds", "list_tiles"}
+    assert {kernel.name for kernel in compiled} == {"prepare_tiles", "list_tiles"}
     assert len({kernel.hash for kernel in compiled}) == 2

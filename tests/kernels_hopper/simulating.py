@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import tree_attn_op.kernels.hopper.fast_backward  # noqa: F401 - the package is run below
+from tree_attn_op.kernels.launching import Output
 
 PACKAGE = "tree_attn_op.kernels.hopper."
 MODULES = (
@@ -479,13 +480,19 @@ class _Launcher:
         return launch
 
 
-def _heaviest_first(first: Tensor, second: Tensor) -> Tensor:
-    return (first + second).argsort(dim=1, descending=True, stable=True).int()
+def _heaviest_first(cost: Tensor) -> Tensor:
+    return cost.argsort(dim=1, descending=True, stable=True).int()
+
+
+def _pair_order(by_query: Any) -> Tensor:
+    counts, _, full, _ = _of_tiles(by_query)
+    cost = torch.nn.functional.pad(counts + full, (0, counts.shape[1] % 2))
+    return _heaviest_first(cost.unflatten(1, (-1, 2)).sum(-1))
 
 
 def _row_schedule(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor) -> Tensor:
     entries = []
-    for b, order in enumerate(_heaviest_first(counts, full).tolist()):
+    for b, order in enumerate(_heaviest_first(counts + full).tolist()):
         for row in order:
             lists = {1: tiles[b, row, : counts[b, row]], 2: full_tiles[b, row, : full[b, row]]}
             odd = {state: len(listed) % 2 for state, listed in lists.items()}
@@ -537,6 +544,46 @@ def _row_statistics(
     return stats.unflatten(-1, (tiles, 64)).transpose(2, 3).contiguous()
 
 
+def _of_tiles(lists: Any) -> list[Tensor]:
+    """Lists without their head dimension; full ones that are missing list nothing."""
+    counts, tiles, full, full_tiles = lists
+    if full is None:
+        full, full_tiles = torch.zeros_like(counts), tiles
+    return [tensor.squeeze(1) for tensor in (counts, tiles, full, full_tiles)]
+
+
+class _RowSchedule:
+    """Stands for the class of ``prepare.py``."""
+
+    def __init__(self, lists: Any):
+        pass
+
+    def __call__(self, lists: Any) -> Tensor:
+        return _row_schedule(*_of_tiles(lists))
+
+
+class _BackwardPreparation:
+    """Stands for the class of ``prepare.py``."""
+
+    def __init__(self, out: Tensor, *arguments: Any):
+        self.tiles = arguments[-1]
+        self.stats = Output.dense((*out.shape[:2], self.tiles, 2, 64), torch.float32, out.device)
+
+    def __call__(
+        self,
+        out: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        by_query: Any,
+        by_key: Any,
+    ) -> tuple[Tensor, ...]:
+        counts, entries = _merge_lists(*_of_tiles(by_query))
+        schedule = counts if by_key is None else _row_schedule(*_of_tiles(by_key))
+        stats = _row_statistics(out, grad_out, lse, grad_lse, self.tiles)
+        return _pair_order(by_query), counts, entries, schedule, stats
+
+
 def _finish_dq(acc: Tensor, dq: Tensor, scale: float) -> None:
     rows = acc.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(-3).flatten(2, 5)
     dq.copy_(scale * rows[:, :, : dq.shape[2], : dq.shape[3]])
@@ -554,31 +601,23 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
     hosts = {
         name: sys.modules[PACKAGE + name] for name in ("forward", "backward", "fast_backward")
     }
-    with mock.patch.object(hosts["forward"], "multiprocessors", return_value=blocks):
-        patches = [mock.patch.object(hosts["backward"], "multiprocessors", return_value=blocks)]
-        for host, kernel in (
-            ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel"),
-            ("fast_backward", "fast_backward_kernel"),
-        ):  # fmt: skip
-            names = [p.name for p in getattr(hosts[host], kernel).params]
-            launcher = _Launcher(functions[kernel], names, late)
-            patches.append(mock.patch.object(hosts[host], kernel, launcher))
-        patches += [
-            mock.patch.object(hosts["forward"], "row_schedule", _row_schedule),
-            mock.patch.object(hosts["backward"], "row_schedule", _row_schedule),
-            mock.patch.object(hosts["backward"], "heaviest_first", _heaviest_first),
-            mock.patch.object(hosts["backward"], "merge_lists", _merge_lists),
-            mock.patch.object(hosts["backward"], "row_statistics", _row_statistics),
-            mock.patch.object(hosts["fast_backward"], "multiprocessors", return_value=blocks),
-            mock.patch.object(hosts["fast_backward"], "heaviest_first", _heaviest_first),
-            mock.patch.object(hosts["fast_backward"], "merge_lists", _merge_lists),
-            mock.patch.object(hosts["fast_backward"], "row_statistics", _row_statistics),
-            mock.patch.object(hosts["fast_backward"], "finish_dq", _finish_dq),
-        ]
+    patches = [
+        mock.patch.object(host, "multiprocessors", return_value=blocks) for host in hosts.values()
+    ]
+    for host, kernel in (
+        ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel"),
+        ("fast_backward", "fast_backward_kernel"),
+    ):  # fmt: skip
+        names = [p.name for p in getattr(hosts[host], kernel).params]
+        launcher = _Launcher(functions[kernel], names, late)
+        patches.append(mock.patch.object(hosts[host], kernel, launcher))
+    patches += [
+        mock.patch.object(hosts["forward"], "RowSchedule", _RowSchedule),
+        mock.patch.object(hosts["backward"], "BackwardPreparation", _BackwardPreparation),
+        mock.patch.object(hosts["fast_backward"], "BackwardPreparation", _BackwardPreparation),
+        mock.patch.object(hosts["fast_backward"], "finish_dq", _finish_dq),
+    ]
+    with ExitStack() as stack:
         for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in patches:
-                patch.stop()
+            stack.enter_context(patch)
+        yield

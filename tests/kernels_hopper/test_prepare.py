@@ -15,19 +15,36 @@ pytest.importorskip("triton.experimental.gluon")
 SCRIPT = """
 import torch
 from tree_attn_op.blocks import lists_of
-from tests.kernels_hopper.simulating import _row_schedule
+from tests.kernels_hopper.simulating import _BackwardPreparation, _pair_order, _row_schedule
 from tree_attn_op.kernels.hopper.fast_backward import finish_dq
-from tree_attn_op.kernels.hopper.prepare import (
-    heaviest_first, merge_lists, row_schedule, row_statistics
-)
+from tree_attn_op.kernels.hopper.prepare import BackwardPreparation, RowSchedule
 
 torch.manual_seed(20261130)
-for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1)):
+out, grad_out = torch.randn(2, 2, 3, 70, 24).unbind(0)
+grad_out = grad_out.mT.contiguous().mT
+lse, grad_lse = torch.randn(2, 2, 3, 70).unbind(0)
+lse[:, :, 3] = -torch.inf
+grad_lse = grad_lse[:, :1].expand(2, 3, 70)
+
+
+def prepared(*arguments):
+    prepare, stand_in = (
+        kind(*arguments) for kind in (BackwardPreparation, _BackwardPreparation)
+    )
+    return prepare(*arguments[:-1]), stand_in(*arguments[:-1])
+
+
+for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1), (2, 3, 291)):
     state = torch.randint(0, 3, (batch, 1, q_tiles, key_tiles), dtype=torch.int8)
-    key_side = [x.squeeze(1) for x in lists_of(state)[4:]]
-    counts, entries = merge_lists(*key_side)
+    every = lists_of(state)
+    by_key, by_query = every[:4], every[4:]
+    given = out, grad_out, lse, grad_lse if batch > 1 else None
+    found, want = prepared(*given, by_query, by_key, 2)
+    pairs = (key_tiles + 1) // 2
+    counts = found[1][: batch * pairs * 2].view(batch, pairs, 2)
+    entries = found[2][: batch * pairs * q_tiles].view(batch, pairs, q_tiles)
     for b in range(batch):
-        for pair in range((key_tiles + 1) // 2):
+        for pair in range(pairs):
             columns = torch.zeros(q_tiles, 2, dtype=torch.int8)
             there = state[b, 0, :, 2 * pair : 2 * pair + 2]
             columns[:, : there.shape[1]] = there
@@ -40,18 +57,33 @@ for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1)):
             assert entries[b, pair, :mixed].tolist() == [c for c, is_full in codes if not is_full]
             back = entries[b, pair].flip(0)[:full].tolist()
             assert back == [c for c, is_full in codes if is_full]
-    query_side = [x.squeeze(1) for x in lists_of(state)[:4]]
-    found = row_schedule(*query_side)
-    assert torch.equal(found[..., :5], _row_schedule(*query_side)[..., :5])
-    cost = (counts[..., 0] + counts[..., 1]).float()
-    order = heaviest_first(counts[..., 0], counts[..., 1])
-    assert torch.equal(order.long(), cost.argsort(dim=1, descending=True, stable=True))
+    squeezed = [tensor.squeeze(1) for tensor in by_key]
+    schedule = _row_schedule(*squeezed)[..., :5]
+    assert torch.equal(RowSchedule(by_key)(by_key)[..., :5], schedule)
+    size = batch * q_tiles * 8
+    assert torch.equal(found[3][:size].view(batch, q_tiles, 8)[..., :5], schedule)
+    cost = (state.squeeze(1) > 0).sum(1)
+    cost = torch.nn.functional.pad(cost, (0, key_tiles % 2)).unflatten(1, (-1, 2)).sum(-1)
+    order = cost.argsort(dim=1, descending=True, stable=True)
+    assert torch.equal(found[0][: batch * pairs].view(batch, pairs).long(), order)
+    assert torch.equal(want[0].long(), order)
 
-out, grad_out = torch.randn(2, 2, 3, 70, 24).unbind(0)
-lse, grad_lse = torch.randn(2, 2, 3, 70).unbind(0)
-lse[:, :, 3] = -torch.inf
-for grad in (grad_lse.expand(2, 3, 70), None):
-    stats = row_statistics(out, grad_out.mT.contiguous().mT, lse, grad, 2)
+# No full lists, on one side or both; no schedule.
+state = torch.randint(0, 2, (2, 1, 40, 9), dtype=torch.int8)
+every = lists_of(state)
+bare_key, bare_query = (*every[:2], None, None), (*every[4:6], None, None)
+schedule = _row_schedule(*(tensor.squeeze(1) for tensor in every[:4]))[..., :5]
+assert torch.equal(RowSchedule(bare_key)(bare_key)[..., :5], schedule)
+for by_query in (every[4:], bare_query):
+    for by_key in (every[:4], bare_key, None):
+        found, want = prepared(out, grad_out, lse, None, by_query, by_key, 2)
+        assert torch.equal(found[0][:10].view(2, 5), want[0])
+        assert torch.equal(found[1][:20].view(2, 5, 2), want[1])
+        if by_key is not None:
+            assert torch.equal(found[3].view(2, 40, 8)[..., :5], schedule)
+
+for grad in (grad_lse, None):
+    _, _, _, _, stats = prepared(out, grad_out, lse, grad, bare_query, None, 2)[0]
     delta = (out * grad_out).sum(-1) - (0.0 if grad is None else grad)
     found_lse, found_delta = stats.transpose(2, 3).flatten(3).unbind(2)
     log2 = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)

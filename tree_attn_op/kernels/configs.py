@@ -176,9 +176,14 @@ def device_of(device: torch.device) -> Device:
     return GENERIC
 
 
+_UNCHANGED: AbstractContextManager[None] = nullcontext()
+
+
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """While this lasts, Triton launches on ``device``: it asks for the current one, no tensor."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _UNCHANGED
+    return torch.cuda.device(device)
 
 
 def padded_dim(dim: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .backward import backward
-from .forward import forward
+from .backward import backward, plan_backward
+from .forward import forward, plan_forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "plan_backward", "plan_forward"]

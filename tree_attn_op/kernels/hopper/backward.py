@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from tree_attn_op.kernels.choice import tma_can_read
-from tree_attn_op.layout import empty_like_layout
 
+from ..launching import Launch, Output
+from ..plans import Plan, copies, with_copies
 from .configs import DKDV, DQ, Config
 from .dkdv_kernel import dkdv_kernel
 from .dq_kernel import dq_kernel
@@ -15,13 +17,155 @@ from .launch import (
     LOG2E,
     boxes_of,
     chunks,
-    dense_list,
     multiprocessors,
     program_of,
     statistics_of,
-    value_rows,
+    value_strides,
 )
-from .prepare import heaviest_first, merge_lists, row_schedule, row_statistics
+from .prepare import BackwardPreparation, Lists
+
+
+class BackwardPlan:
+    """A backward call that is decided: see :func:`backward` for the arguments.
+
+    Values must be dense in their last dimension; lists and lse dense; grad_out such that TMA can
+    read it.
+    """
+
+    substitute = None
+
+    def __init__(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_vals: Tensor,
+        k_vals: Tensor,
+        predicate: str,
+        by_key: Lists,
+        by_query: Lists,
+        q_block_size: int,
+        kv_block_size: int,
+        scale: float,
+        dkdv_config: Config | None = None,
+        dq_config: Config | None = None,
+    ):
+        batch, heads, q_len, width = query.shape
+        kv_heads, kv_len, v_width = key.shape[1], key.shape[2], value.shape[3]
+        group = heads // kv_heads
+        packed = group % 2 == 0
+        qk_chunks, v_chunks = chunks(width), chunks(v_width)
+        dkdv_config = dkdv_config or DKDV[max(qk_chunks, v_chunks)]
+        dq_config = dq_config or DQ[max(qk_chunks, v_chunks)]
+        self._grads = [Output.like(tensor, tensor.shape) for tensor in (query, key, value)]
+        list_batches, _, q_tiles, kv_tiles = by_key[1].shape
+        key_pairs = (kv_tiles + 1) // 2
+        step_tiles = q_block_size // 64
+        stats_tiles = q_tiles * step_tiles
+        self._prepare = BackwardPreparation(
+            out, grad_out, lse, grad_lse, by_query, by_key, stats_tiles
+        )
+        blocks = multiprocessors(query.device)
+        common = {
+            **value_strides(q_vals, k_vals),
+            "q_tiles": q_tiles, "batches": batch, "heads": heads, "q_len": q_len,
+            "kv_len": kv_len, "stats_tiles": stats_tiles, "scale": scale,
+            "scale_log2": scale * LOG2E, "GROUP": group, "PROGRAM": program_of(predicate),
+            "Q_TAIL": q_len % q_block_size != 0, "KV_TAIL": kv_len % kv_block_size != 0,
+            "QK_CHUNKS": qk_chunks, "V_CHUNKS": v_chunks,
+        }  # fmt: skip
+        read = [boxes_of(tensor) for tensor in (query, grad_out, key, value)]
+        dq, dk, dv = (boxes_of(output.sample()) for output in self._grads)
+        self._dkdv = Launch(
+            dkdv_kernel,
+            (min(key_pairs * batch * kv_heads, blocks),),
+            [*read, dk, dv, statistics_of(self._prepare.stats.sample())],
+            {
+                **common, "list_batch_rows": key_pairs if list_batches > 1 else 0,
+                "key_pairs": key_pairs, "kv_heads": kv_heads,
+                "STEP_HEADS": dkdv_config.step_heads, "STEP_TILES": step_tiles,
+                "STAGES": dkdv_config.stages, "REGISTERS": dkdv_config.registers,
+                "PRODUCER_REGISTERS": dkdv_config.producer_registers,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
+        head_items = heads // 2 if packed else heads
+        self._dq = Launch(
+            dq_kernel,
+            (min(q_tiles * batch * head_items, blocks),),
+            [*read, dq],
+            {
+                **common, "list_batch_rows": q_tiles if list_batches > 1 else 0,
+                "kv_tiles": kv_tiles, "head_items": head_items, "PACKED": packed,
+                "STAGES": dq_config.stages, "REGISTERS": dq_config.registers,
+                "PRODUCER_REGISTERS": dq_config.producer_registers,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_vals: Tensor,
+        k_vals: Tensor,
+        predicate: str,
+        counts: Tensor,
+        tiles: Tensor,
+        full_counts: Tensor | None,
+        full_tiles: Tensor | None,
+        q_counts: Tensor,
+        q_indices: Tensor,
+        full_q_counts: Tensor | None,
+        full_q_indices: Tensor | None,
+        *planned: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        new_dq, new_dk, new_dv = self._grads
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        order, merged_counts, entries, schedule, stats = self._prepare(
+            out, grad_out, lse, grad_lse,
+            (q_counts, q_indices, full_q_counts, full_q_indices),
+            (counts, tiles, full_counts, full_tiles),
+        )  # fmt: skip
+        self._dkdv(
+            query, grad_out, key, value, dk, dv, stats, q_vals, k_vals,
+            order, merged_counts, entries,
+        )  # fmt: skip
+        self._dq(
+            query, grad_out, key, value, dq, stats, q_vals, k_vals,
+            schedule, tiles, tiles if full_tiles is None else full_tiles,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def copies_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Places of the arguments that kernels can only read as dense copies."""
+    strided = [at for at in (7, 8) if arguments[at].stride(-1) != 1]
+    if not tma_can_read(arguments[0]):
+        strided.append(0)
+    dense = [at for at in (6, *range(10, 18)) if arguments[at] is not None]
+    return (*strided, *(at for at in dense if not arguments[at].is_contiguous()))
+
+
+def plan_backward(*arguments: Any) -> Plan:
+    """What is to be done for a call of the op ``tree_attention_backward``, given its arguments.
+
+    Query-side lists must be among them.
+    """
+    places = copies_of(arguments)
+    if places:
+        return copies(places)
+    lists = (arguments[10:14], arguments[14:18])
+    return BackwardPlan(*(*arguments[:10], *lists, *arguments[18:]))
 
 
 def backward(
@@ -51,71 +195,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as of the op ``tree_attention_backward``.
 
-    The call must be one that ``supports`` accepts; the configs override the choice by head dim.
+    The call must be one that the Hopper kernels take; the configs override the choice by head dim.
     The same input gives the same bits: no atomics.
 
     Returns:
         ``(dq, dk, dv)`` in the dtypes and layouts of query, key and value.
     """
-    batch, heads, q_len, width = query.shape
-    kv_heads, kv_len, v_width = key.shape[1], key.shape[2], value.shape[3]
-    group = heads // kv_heads
-    packed = group % 2 == 0
-    qk_chunks, v_chunks = chunks(width), chunks(v_width)
-    dkdv_config = dkdv_config or DKDV[max(qk_chunks, v_chunks)]
-    dq_config = dq_config or DQ[max(qk_chunks, v_chunks)]
-    if not tma_can_read(grad_out):
-        grad_out = grad_out.contiguous()
-    dq = empty_like_layout(query, tuple(query.shape), query.dtype)
-    dk = empty_like_layout(key, tuple(key.shape), key.dtype)
-    dv = empty_like_layout(value, tuple(value.shape), value.dtype)
-
-    def lists(
-        counts: Tensor, tiles: Tensor, full_counts: Tensor | None, full_tiles: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        counts, tiles = dense_list(counts), dense_list(tiles)
-        if full_counts is None or full_tiles is None:
-            return counts, tiles, torch.zeros_like(counts), tiles
-        return counts, tiles, dense_list(full_counts), dense_list(full_tiles)
-
-    q_rows, q_batch_stride, q_stride = value_rows(q_vals)
-    k_rows, k_batch_stride, k_stride = value_rows(k_vals)
-    strides = (q_batch_stride, q_stride, k_batch_stride, k_stride)
-    blocks = multiprocessors(query.device)
-    q_desc, k_desc, v_desc, do_desc = map(boxes_of, (query, key, value, grad_out))
-    key_side = lists(q_num_blocks, q_indices, full_q_num_blocks, full_q_indices)
-    counts, entries = merge_lists(*key_side)
-    list_batches, key_pairs, q_tiles = entries.shape
-    step_tiles = q_block_size // 64
-    stats = row_statistics(out, grad_out, lse, grad_lse, q_tiles * step_tiles)
-    common = {
-        "GROUP": group,
-        "PROGRAM": program_of(predicate),
-        "Q_TAIL": q_len % q_block_size != 0,
-        "KV_TAIL": kv_len % kv_block_size != 0,
-        "QK_CHUNKS": qk_chunks,
-        "V_CHUNKS": v_chunks,
-        "num_warps": 4,
-    }
-    dkdv_kernel[(min(key_pairs * batch * kv_heads, blocks),)](
-        q_desc, do_desc, k_desc, v_desc, boxes_of(dk), boxes_of(dv), statistics_of(stats),
-        q_rows, k_rows, heaviest_first(counts[..., 0], counts[..., 1]), counts, entries, *strides,
-        key_pairs if list_batches > 1 else 0, key_pairs, q_tiles, batch, kv_heads, heads,
-        q_len, kv_len, q_tiles * step_tiles, scale, scale * LOG2E,
-        STEP_HEADS=dkdv_config.step_heads, STEP_TILES=step_tiles, STAGES=dkdv_config.stages,
-        REGISTERS=dkdv_config.registers, PRODUCER_REGISTERS=dkdv_config.producer_registers,
-        **common,
+    arguments: tuple[Any, ...] = (
+        grad_out, grad_lse, query, key, value, out, lse, q_vals, k_vals, predicate,
+        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
     )  # fmt: skip
-
-    query_side = lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    list_batches, q_tiles = query_side[0].shape
-    head_items = heads // 2 if packed else heads
-    dq_kernel[(min(q_tiles * batch * head_items, blocks),)](
-        q_desc, do_desc, k_desc, v_desc, boxes_of(dq), stats, q_rows, k_rows,
-        row_schedule(*query_side), query_side[1], query_side[3], *strides,
-        q_tiles if list_batches > 1 else 0, q_tiles, query_side[1].shape[2],
-        batch, head_items, heads, q_len, kv_len, q_tiles * step_tiles, scale, scale * LOG2E,
-        PACKED=packed, STAGES=dq_config.stages, REGISTERS=dq_config.registers,
-        PRODUCER_REGISTERS=dq_config.producer_registers, **common,
-    )  # fmt: skip
-    return dq, dk, dv
+    arguments = with_copies(arguments, copies_of(arguments))
+    sizes = (q_block_size, kv_block_size, scale)
+    lists = (arguments[10:14], arguments[14:18])
+    plan = BackwardPlan(*(*arguments[:10], *lists, *sizes, dkdv_config, dq_config))
+    return plan(*arguments)

@@ -17,13 +17,12 @@ from .launch import (
     LOG2E,
     boxes_of,
     chunks,
-    dense_list,
     multiprocessors,
     program_of,
     statistics_of,
-    value_rows,
+    value_strides,
 )
-from .prepare import heaviest_first, merge_lists, row_statistics
+from .prepare import BackwardPreparation, Lists
 
 FAST = {1: Config(stages=4), 2: Config(stages=2)}
 """By the number of 64-column chunks of the wider of the two head dims."""
@@ -107,35 +106,38 @@ def fast_backward(
     qk_chunks, v_chunks = chunks(width), chunks(v_width)
     config = config or FAST[max(qk_chunks, v_chunks)]
     if not tma_can_read(grad_out):
-        grad_out = grad_out.contiguous()
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    q_vals, k_vals = (
+        values if values.stride(-1) == 1 else values.contiguous() for values in (q_vals, k_vals)
+    )
+    lists: Lists = (
+        q_num_blocks.contiguous(),
+        q_indices.contiguous(),
+        None if full_q_num_blocks is None else full_q_num_blocks.contiguous(),
+        None if full_q_indices is None else full_q_indices.contiguous(),
+    )
     dq = empty_like_layout(query, tuple(query.shape), query.dtype)
     dk = empty_like_layout(key, tuple(key.shape), key.dtype)
     dv = empty_like_layout(value, tuple(value.shape), value.dtype)
-    counts, tiles = dense_list(q_num_blocks), dense_list(q_indices)
-    if full_q_num_blocks is None or full_q_indices is None:
-        full_counts, full_tiles = torch.zeros_like(counts), tiles
-    else:
-        full_counts, full_tiles = dense_list(full_q_num_blocks), dense_list(full_q_indices)
-    merged_counts, entries = merge_lists(counts, tiles, full_counts, full_tiles)
-    list_batches, key_pairs, q_tiles = entries.shape
+    list_batches, _, key_tiles, q_tiles = q_indices.shape
+    key_pairs = (key_tiles + 1) // 2
     step_tiles = q_block_size // 64
     stats_tiles = q_tiles * step_tiles
-    stats = row_statistics(out, grad_out, lse, grad_lse, stats_tiles)
+    prepare = BackwardPreparation(out, grad_out, lse, grad_lse, lists, None, stats_tiles)
+    order, counts, entries, _, stats = prepare(out, grad_out, lse, grad_lse, lists, None)
     acc = torch.zeros(
         (batch, heads, stats_tiles, 8 * qk_chunks, 4, 8, 4, 2, 2),
         dtype=torch.float32, device=query.device,
     )  # fmt: skip
-    q_rows, q_batch_stride, q_stride = value_rows(q_vals)
-    k_rows, k_batch_stride, k_stride = value_rows(k_vals)
     q_desc, k_desc, v_desc, do_desc = map(boxes_of, (query, key, value, grad_out))
     blocks = min(key_pairs * batch * kv_heads, multiprocessors(query.device))
     fast_backward_kernel[(blocks,)](
         q_desc, do_desc, k_desc, v_desc, boxes_of(dk), boxes_of(dv),
         _sums_of(acc, 8 * qk_chunks), statistics_of(stats),
-        q_rows, k_rows, heaviest_first(merged_counts[..., 0], merged_counts[..., 1]),
-        merged_counts, entries, q_batch_stride, q_stride, k_batch_stride, k_stride,
-        key_pairs if list_batches > 1 else 0, key_pairs, q_tiles, batch, kv_heads, heads,
-        q_len, kv_len, stats_tiles, scale, scale * LOG2E,
+        q_vals, k_vals, order, counts, entries, **value_strides(q_vals, k_vals),
+        list_batch_rows=key_pairs if list_batches > 1 else 0, key_pairs=key_pairs,
+        q_tiles=q_tiles, batches=batch, kv_heads=kv_heads, heads=heads, q_len=q_len,
+        kv_len=kv_len, stats_tiles=stats_tiles, scale=scale, scale_log2=scale * LOG2E,
         GROUP=heads // kv_heads, STEP_TILES=step_tiles,
         STAGES=config.stages, PROGRAM=program_of(predicate), Q_TAIL=q_len % q_block_size != 0,
         KV_TAIL=kv_len % kv_block_size != 0, QK_CHUNKS=qk_chunks, V_CHUNKS=v_chunks,

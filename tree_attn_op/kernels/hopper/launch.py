@@ -35,21 +35,19 @@ def boxes_of(tensor: Tensor) -> TensorDescriptor:
 
 
 def statistics_of(stats: Tensor) -> TensorDescriptor:
-    """A TMA descriptor of the rows of 64 numbers in ``row_statistics``' result."""
+    """A TMA descriptor of the rows of 64 numbers of ``BackwardPreparation``'s statistics."""
     layout = _box_layout((1, 64), torch.float32)
     return TensorDescriptor(stats, [stats.numel() // 64, 64], [64, 1], [1, 64], layout)
 
 
-def value_rows(values: Tensor) -> tuple[Tensor, int, int]:
-    """``(values, batch stride, row stride)`` with rows dense and batch stride 0 if shared."""
-    if values.stride(-1) != 1:
-        values = values.contiguous()
-    return values, values.stride(0) if values.shape[0] > 1 else 0, values.stride(1)
-
-
-def dense_list(blocks: Tensor) -> Tensor:
-    """A list ``[B, 1, ...]`` without its head dimension, dense."""
-    return blocks.squeeze(1).contiguous()
+def value_strides(q_vals: Tensor, k_vals: Tensor) -> dict[str, int]:
+    """Kernel arguments: strides of batches, 0 if all share one, and of rows."""
+    return {
+        "q_batch_stride": q_vals.stride(0) if q_vals.shape[0] > 1 else 0,
+        "q_stride": q_vals.stride(1),
+        "k_batch_stride": k_vals.stride(0) if k_vals.shape[0] > 1 else 0,
+        "k_stride": k_vals.stride(1),
+    }
 
 
 def program_of(predicate: str) -> tuple[int, ...]:

@@ -1,4 +1,8 @@
-"""Small kernels that put lists and statistics into the form that the large ones want."""
+"""Small kernels that put lists and statistics into the form that the large ones want.
+
+One launch before the forward (``RowSchedule``), one before the backward (``BackwardPreparation``),
+whose programs do different things that do not wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +11,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launching import Launch, Output
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = 128
+_OTHERS = 32
+_MERGE_BLOCK = 256
+
+Lists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Counts and tiles of partial blocks, then those of full ones, if there are: ``[B, 1, rows]`` and
+``[B, 1, rows, columns]``, int32, dense."""
 
 
 @triton.jit
-def _ranks(first, second, mine, cost, count, stride, BLOCK: tl.constexpr):
-    """Places of the tiles ``mine`` by falling sum of two counts, equal ones in their own order.
+def _costs(counts, full_counts, item, items, PER: tl.constexpr, HAS_FULL: tl.constexpr):
+    """Numbers of listed tiles of the rows ``PER * item`` and on, of ``items`` rows in all."""
+    cost = tl.zeros_like(item)
+    for part in tl.static_range(PER):
+        row = PER * item + part
+        cost += tl.load(counts + row, row < items, 0)
+        if HAS_FULL:
+            cost += tl.load(full_counts + row, row < items, 0)
+    return cost
 
-    ``first`` and ``second`` point at the counts of tile 0, ``cost`` is the sum for ``mine``.
-    """
+
+@triton.jit
+def _ranks(
+    counts, full_counts, mine, cost, count, items,
+    PER: tl.constexpr, HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Places of ``mine`` among ``count`` items by falling cost, equal ones in their own order."""
     rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        there = other < count
-        other_cost = tl.load(first + other * stride, there, 0)
-        other_cost += tl.load(second + other * stride, there, 0)
+    for start in range(0, count, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_cost = _costs(counts, full_counts, other, items, PER, HAS_FULL)
         heavier = other_cost[None, :] > cost[:, None]
         earlier = (other_cost[None, :] == cost[:, None]) & (other[None, :] < mine[:, None])
-        rank += tl.sum(((heavier | earlier) & there[None, :]).to(tl.int32), 1)
+        rank += tl.sum(((heavier | earlier) & (other < count)[None, :]).to(tl.int32), 1)
     return rank
 
 
 @triton.jit
-def _rank_kernel(first, second, order, count, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * count
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = mine < count
-    first += row * stride
-    second += row * stride
-    cost = tl.load(first + mine * stride, valid, 0) + tl.load(second + mine * stride, valid, 0)
-    rank = _ranks(first, second, mine, cost, count, stride, BLOCK)
-    tl.store(order + row + rank, mine, valid)
-
-
-def heaviest_first(first: Tensor, second: Tensor) -> Tensor:
-    """The order of tiles by falling sum of two counts; equal ones in their own order.
-
-    Args:
-        first, second: int32 ``[batch, tiles]``, of equal strides (``tiles`` may be strided).
-
-    Returns:
-        int32 ``[batch, tiles]``: the number of the heaviest tile, of the next, and so on.
-    """
-    batch, count = first.shape
-    order = torch.empty((batch, count), dtype=torch.int32, device=first.device)
-    grid = (triton.cdiv(count, _BLOCK), batch)
-    _rank_kernel[grid](first, second, order, count, first.stride(1), BLOCK=_BLOCK)
-    return order
-
-
-@triton.jit
-def _schedule_kernel(
-    partial_counts, partial_tiles, full_counts, full_tiles, schedule, count, width,
-    BLOCK: tl.constexpr,
+def _schedule_rows(
+    item, counts, tiles, full_counts, full_tiles, schedule, count, width,
+    HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * count
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """The ``item``-th BLOCK of all entries of the schedule; see :class:`RowSchedule`."""
+    blocks = tl.cdiv(count, BLOCK)
+    row = (item // blocks).to(tl.int64) * count
+    mine = item % blocks * BLOCK + tl.arange(0, BLOCK)
     valid = mine < count
-    partials = tl.load(partial_counts + row + mine, valid, 0)
-    fulls = tl.load(full_counts + row + mine, valid, 0)
-    rank = _ranks(partial_counts + row, full_counts + row, mine, partials + fulls, count, 1, BLOCK)
+    counts += row
+    full_counts += row
+    partials = tl.load(counts + mine, valid, 0)
+    fulls = tl.zeros_like(partials)
+    if HAS_FULL:
+        fulls = tl.load(full_counts + mine, valid, 0)
+    rank = _ranks(
+        counts, full_counts, mine, partials + fulls, count, count, 1, HAS_FULL, BLOCK, OTHERS
+    )
     # The first pair: an odd count gives it its first tile, two even ones give it two of one kind.
     even = ((partials | fulls) & 1) == 0
     both = tl.where(partials > 0, 1, tl.where(fulls > 0, 2, 0))
     state_0 = tl.where(even, both, (fulls & 1) * 2)
     state_1 = tl.where(even, both, partials & 1)
     list_row = (row + mine) * width
-    tile_0 = tl.load(partial_tiles + list_row, state_0 == 1, 0)
-    tile_0 += tl.load(full_tiles + list_row, state_0 == 2, 0)
     second = even.to(tl.int32)
-    tile_1 = tl.load(partial_tiles + list_row + second, state_1 == 1, 0)
-    tile_1 += tl.load(full_tiles + list_row + second, state_1 == 2, 0)
+    tile_0 = tl.load(tiles + list_row, state_0 == 1, 0)
+    tile_1 = tl.load(tiles + list_row + second, state_1 == 1, 0)
+    if HAS_FULL:
+        tile_0 += tl.load(full_tiles + list_row, state_0 == 2, 0)
+        tile_1 += tl.load(full_tiles + list_row + second, state_1 == 2, 0)
     entry = schedule + (row + rank) * 8
     tl.store(entry, mine, valid)
     tl.store(entry + 1, partials, valid)
@@ -87,31 +90,16 @@ def _schedule_kernel(
     tl.store(entry + 4, tile_1 * 4 + state_1, valid)
 
 
-def row_schedule(
-    partial_counts: Tensor, partial_tiles: Tensor, full_counts: Tensor, full_tiles: Tensor
-) -> Tensor:
-    """The query tiles by falling cost, each with what a block must know before it visits one.
-
-    In one place, so that a block gets it with one wait for memory, a row ahead of its use.
-
-    Args:
-        partial_counts, full_counts: int32 ``[batch, q_tiles]``, dense.
-        partial_tiles, full_tiles: int32 ``[batch, q_tiles, kv_tiles]``, dense.
-
-    Returns:
-        int32 ``[batch, q_tiles, 8]``; equal costs in the order of tiles. An entry is
-        ``(q_tile, partials, fulls, first_0, first_1, ...)``, the last three unused. The first pair
-        of key tiles (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a
-        state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
-    """
-    batch, count, width = partial_tiles.shape
-    schedule = torch.empty((batch, count, 8), dtype=torch.int32, device=partial_tiles.device)
-    grid = (triton.cdiv(count, _BLOCK), batch)
-    _schedule_kernel[grid](
-        partial_counts, partial_tiles, full_counts, full_tiles, schedule, count, width,
-        BLOCK=_BLOCK,
+@triton.jit(do_not_specialize=["count", "width"])
+def row_schedule_kernel(
+    counts, tiles, full_counts, full_tiles, schedule, count, width,
+    HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """The work of :class:`RowSchedule`."""
+    _schedule_rows(
+        tl.program_id(0), counts, tiles, full_counts, full_tiles, schedule, count, width,
+        HAS_FULL, BLOCK, OTHERS,
     )  # fmt: skip
-    return schedule
 
 
 @triton.jit
@@ -125,14 +113,14 @@ def _scatter_states(states, counts, tiles, row, width, STATE: tl.constexpr, BLOC
 
 
 @triton.jit
-def _merge_kernel(
-    counts, tiles, full_counts, full_tiles, scratch, merged_counts, entries,
-    key_tiles, key_pairs, width, BLOCK: tl.constexpr,
+def _merge_pair(
+    item, counts, tiles, full_counts, full_tiles, states, merged_counts, entries,
+    key_tiles, key_pairs, width, HAS_FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0)
-    batch = tl.program_id(1)
-    merged_row = batch * key_pairs + pair
-    states = scratch + merged_row.to(tl.int64) * 2 * width
+    """The lists of the ``item``-th pair of key tiles; see :class:`BackwardPreparation`."""
+    pair = item % key_pairs
+    batch = item // key_pairs
+    states += item.to(tl.int64) * 2 * width
     for start in range(0, 2 * width, BLOCK):
         index = start + tl.arange(0, BLOCK)
         tl.store(states + index, tl.zeros([BLOCK], tl.int8), index < 2 * width)
@@ -141,12 +129,14 @@ def _merge_kernel(
         key_tile = 2 * pair + half
         if key_tile < key_tiles:
             row = batch * key_tiles + key_tile
-            _scatter_states(states + half * width, counts, tiles, row, width, 1, BLOCK)
-            _scatter_states(states + half * width, full_counts, full_tiles, row, width, 2, BLOCK)
+            mine = states + half * width
+            _scatter_states(mine, counts, tiles, row, width, 1, BLOCK)
+            if HAS_FULL:
+                _scatter_states(mine, full_counts, full_tiles, row, width, 2, BLOCK)
     tl.debug_barrier()
     mixed_seen = 0
     full_seen = 0
-    out = entries + merged_row.to(tl.int64) * width
+    out = entries + item.to(tl.int64) * width
     for start in range(0, width, BLOCK):
         index = width - 1 - start - tl.arange(0, BLOCK)
         valid = index >= 0
@@ -159,50 +149,40 @@ def _merge_kernel(
         tl.store(out + width - (full_seen + tl.cumsum(full, 0)), code, full > 0)
         mixed_seen += tl.sum(mixed, 0)
         full_seen += tl.sum(full, 0)
-    tl.store(merged_counts + 2 * merged_row, mixed_seen)
-    tl.store(merged_counts + 2 * merged_row + 1, full_seen)
-
-
-def merge_lists(
-    counts: Tensor, tiles: Tensor, full_counts: Tensor, full_tiles: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Query-side lists of single key tiles as lists of pairs of adjacent key tiles.
-
-    Args:
-        counts, full_counts: int32 ``[batch, key_tiles]``, dense.
-        tiles, full_tiles: int32 ``[batch, key_tiles, query_tiles]``, dense.
-
-    Returns:
-        ``(counts, entries)``, int32 ``[batch, key_pairs, 2]`` and ``[batch, key_pairs,
-        query_tiles]``. An entry is ``16 * query_tile + 4 * state + state`` with the states of the
-        two key tiles: 0 hidden, 1 partial, 2 full. ``counts[..., 0]`` entries from the front are
-        all that are not full for both, ``counts[..., 1]`` from the back are full for both. Both
-        run from the last query tile to the first: keys of a branch have their last descendants
-        in common, so that blocks that work on them side by side read the same queries.
-    """
-    batch, key_tiles, width = tiles.shape
-    key_pairs = (key_tiles + 1) // 2
-    device = tiles.device
-    scratch = torch.empty((batch, key_pairs, 2, width), dtype=torch.int8, device=device)
-    merged = torch.empty((batch, key_pairs, 2), dtype=torch.int32, device=device)
-    entries = torch.empty((batch, key_pairs, width), dtype=torch.int32, device=device)
-    _merge_kernel[(key_pairs, batch)](
-        counts, tiles, full_counts, full_tiles, scratch, merged, entries,
-        key_tiles, key_pairs, width, BLOCK=256,
-    )  # fmt: skip
-    return merged, entries
+    tl.store(merged_counts + 2 * item, mixed_seen)
+    tl.store(merged_counts + 2 * item + 1, full_seen)
 
 
 @triton.jit
-def _stats_kernel(
-    out, grad_out, lse, grad_lse, stats,
+def _order_pairs(
+    item, counts, full_counts, order, key_tiles, key_pairs,
+    HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """The ``item``-th BLOCK of all key pairs put where they belong in the order."""
+    blocks = tl.cdiv(key_pairs, BLOCK)
+    batch = item // blocks
+    counts += batch.to(tl.int64) * key_tiles
+    full_counts += batch.to(tl.int64) * key_tiles
+    mine = item % blocks * BLOCK + tl.arange(0, BLOCK)
+    cost = _costs(counts, full_counts, mine, key_tiles, 2, HAS_FULL)
+    rank = _ranks(
+        counts, full_counts, mine, cost, key_pairs, key_tiles, 2, HAS_FULL, BLOCK, OTHERS
+    )
+    tl.store(order + batch.to(tl.int64) * key_pairs + rank, mine, mine < key_pairs)
+
+
+@triton.jit
+def _row_statistics(
+    item, out, grad_out, lse, grad_lse, stats,
     out_batch, out_head, out_row, out_column, grad_batch, grad_head, grad_row, grad_column,
-    lse_grad_batch, lse_grad_head, lse_grad_row, heads, q_len, width, tiles,
+    lse_grad_batch, lse_grad_head, lse_grad_row, heads, q_len, width, stats_tiles,
     HAS_LSE_GRAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    """The statistics of the ``item``-th tile of 64 query rows of all heads."""
+    tile = item % stats_tiles
+    head_row = (item // stats_tiles).to(tl.int64)
+    batch = head_row // heads
+    head = head_row % heads
     row = tile * 64 + tl.arange(0, 64)
     column = tl.arange(0, WIDTH)
     inside = row < q_len
@@ -218,38 +198,192 @@ def _stats_kernel(
         + column[None, :] * grad_column,
         mask, 0.0,
     ).to(tl.float32)  # fmt: skip
-    row_lse = tl.load(lse + (batch * heads + head) * q_len + row, inside, -float("inf"))
+    row_lse = tl.load(lse + head_row * q_len + row, inside, -float("inf"))
     seen = row_lse != -float("inf")
     delta = tl.sum(o * do, 1)
     if HAS_LSE_GRAD:
         pointer = grad_lse + batch * lse_grad_batch + head * lse_grad_head + row * lse_grad_row
         delta -= tl.load(pointer, inside, 0.0)
-    base = stats + ((batch * heads + head) * tiles + tile) * 128 + tl.arange(0, 64)
+    base = stats + (head_row * stats_tiles + tile) * 128 + tl.arange(0, 64)
     tl.store(base, tl.where(seen, row_lse * _LOG2E, float("inf")))
     tl.store(base + 64, tl.where(seen, delta, 0.0))
 
 
-def row_statistics(
-    out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, tiles: int
-) -> Tensor:
-    """What the backward kernels need of each query row, in tiles of 64 rows.
+_SIZES = ["batches", "key_tiles", "key_pairs", "q_tiles", "kv_tiles", "heads", "q_len"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "stats_tiles"])
+def prepare_backward_kernel(
+    out, grad_out, lse, grad_lse, stats,
+    counts, tiles, full_counts, full_tiles,
+    row_counts, row_tiles, row_full_counts, row_full_tiles,
+    merged_counts, entries, order, schedule, states,
+    batches, key_tiles, key_pairs, q_tiles, kv_tiles,
+    out_batch, out_head, out_row, out_column, grad_batch, grad_head, grad_row, grad_column,
+    lse_grad_batch, lse_grad_head, lse_grad_row, heads, q_len, width, stats_tiles,
+    HAS_FULL: tl.constexpr, HAS_ROW_FULL: tl.constexpr, SCHEDULE: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr, MERGE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The work of :class:`BackwardPreparation`: what a program does goes by its number."""
+    item = tl.program_id(0)
+    merges = key_pairs * batches
+    orders = tl.cdiv(key_pairs, BLOCK) * batches
+    schedules = 0
+    if SCHEDULE:
+        schedules = tl.cdiv(q_tiles, BLOCK) * batches
+    if item < merges:
+        _merge_pair(
+            item, counts, tiles, full_counts, full_tiles, states.to(tl.pointer_type(tl.int8)),
+            merged_counts, entries, key_tiles, key_pairs, q_tiles, HAS_FULL, MERGE_BLOCK,
+        )  # fmt: skip
+    elif item < merges + orders:
+        _order_pairs(
+            item - merges, counts, full_counts, order, key_tiles, key_pairs,
+            HAS_FULL, BLOCK, OTHERS,
+        )  # fmt: skip
+    elif item < merges + orders + schedules:
+        if SCHEDULE:
+            _schedule_rows(
+                item - merges - orders, row_counts, row_tiles, row_full_counts, row_full_tiles,
+                schedule, q_tiles, kv_tiles, HAS_ROW_FULL, BLOCK, OTHERS,
+            )  # fmt: skip
+    else:
+        _row_statistics(
+            item - merges - orders - schedules, out, grad_out, lse, grad_lse, stats,
+            out_batch, out_head, out_row, out_column,
+            grad_batch, grad_head, grad_row, grad_column,
+            lse_grad_batch, lse_grad_head, lse_grad_row, heads, q_len, width, stats_tiles,
+            HAS_LSE_GRAD, WIDTH,
+        )  # fmt: skip
+
+
+def filled(lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lists with something in the place of full ones that are missing; it is not read."""
+    counts, tiles, full_counts, full_tiles = lists
+    if full_counts is None or full_tiles is None:
+        return counts, tiles, counts, tiles
+    return counts, tiles, full_counts, full_tiles
+
+
+class RowSchedule:
+    """The query tiles by falling cost, each with what a block must know before it visits one.
+
+    In one place, so that a block gets it with one wait for memory, a row ahead of its use.
+
+    Args:
+        lists: key-side lists, of one key.
+
+    Calls take such lists and return int32 ``[batch, q_tiles, 8]``; equal costs in the order of
+    tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, ...)``, the last three unused.
+    The first pair of key tiles (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``,
+    where a state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
+    """
+
+    def __init__(self, lists: Lists):
+        batch, _, count, width = lists[1].shape
+        self._schedule = Output.dense((batch, count, 8), torch.int32, lists[1].device)
+        fixed = {
+            "count": count, "width": width, "HAS_FULL": lists[2] is not None,
+            "BLOCK": _BLOCK, "OTHERS": _OTHERS,
+        }  # fmt: skip
+        grid = (batch * triton.cdiv(count, _BLOCK),)
+        self._launch = Launch(row_schedule_kernel, grid, (), fixed, {"num_warps": 4})
+
+    def __call__(self, lists: Lists) -> Tensor:
+        schedule = self._schedule()
+        self._launch(*filled(lists), schedule)
+        return schedule
+
+
+class BackwardPreparation:
+    """All that the backward kernels want prepared, in one launch.
 
     Args:
         out, grad_out: ``[B, H, Q, D]``, any strides.
-        lse: float32 ``[B, H, Q]``, base e, dense; ``grad_lse``: the same shape or None.
-        tiles: number of tiles to write, at least ``ceil(Q / 64)``.
+        lse, grad_lse: float32 ``[B, H, Q]``, base e, dense; the same shape, any strides, or None.
+        by_query: query-side lists (a row is a tile of 64 keys).
+        by_key: key-side lists, or None for no schedule.
+        stats_tiles: tiles of 64 query rows, at least ``ceil(Q / 64)``.
 
-    Returns:
-        float32 ``[B, H, tiles, 2, 64]``: lse in base 2, and the sum of ``out * grad_out`` minus
-        ``grad_lse``. A row that sees nothing, or lies behind the last, has lse +inf, so that every
-        probability recomputed from it is 0.
+    Calls take the same but for the last, and return ``(order, counts, entries, schedule, stats)``,
+    the first four flat int32 tensors:
+
+    - ``counts`` ``[batch, key_pairs, 2]`` and ``entries`` ``[batch, key_pairs, query_tiles]`` are
+      the query-side lists of pairs of adjacent key tiles. An entry is ``16 * query_tile + 4 *
+      state + state`` with the states of the two key tiles: 0 hidden, 1 partial, 2 full.
+      ``counts[..., 0]`` entries from the front are all that are not full for both,
+      ``counts[..., 1]`` from the back are full for both. Both run from the last query tile to the
+      first: keys of a branch have their last descendants in common, so that blocks that work on
+      them side by side read the same queries.
+    - ``order`` ``[batch, key_pairs]``: the pairs by falling number of tiles in the two lists.
+      The number of entries, in which a tile of both lists counts once, would have to be waited
+      for.
+    - ``schedule``: what :class:`RowSchedule` returns.
+    - ``stats`` float32 ``[B, H, stats_tiles, 2, 64]``: lse in base 2, and the sum of ``out *
+      grad_out`` minus ``grad_lse``. A row that sees nothing, or lies behind the last, has lse
+      +inf, so that every probability recomputed from it is 0.
     """
-    batch, heads, q_len, width = out.shape
-    stats = torch.empty((batch, heads, tiles, 2, 64), dtype=torch.float32, device=out.device)
-    lse_grad = lse if grad_lse is None else grad_lse
-    _stats_kernel[(tiles, batch * heads)](
-        out, grad_out, lse, lse_grad, stats, *out.stride(), *grad_out.stride(),
-        *lse_grad.stride(), heads, q_len, width, tiles,
-        HAS_LSE_GRAD=grad_lse is not None, WIDTH=triton.next_power_of_2(width),
-    )  # fmt: skip
-    return stats
+
+    def __init__(
+        self,
+        out: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        by_query: Lists,
+        by_key: Lists | None,
+        stats_tiles: int,
+    ):
+        device = out.device
+        batch, heads, q_len, width = out.shape
+        list_batches, _, key_tiles, q_tiles = by_query[1].shape
+        key_pairs = (key_tiles + 1) // 2
+        items = key_pairs * list_batches
+        entries = q_tiles * items
+        schedule = 8 * q_tiles * list_batches if by_key is not None else 0
+        scratch = (2 * items, entries, items, schedule, triton.cdiv(entries, 2))
+        # Each piece begins at a multiple of 128 bytes.
+        self._pieces = [-(-size // 32) * 32 for size in scratch]
+        self._scratch = Output.dense((sum(self._pieces),), torch.int32, device)
+        self.stats = Output.dense((batch, heads, stats_tiles, 2, 64), torch.float32, device)
+        schedules = triton.cdiv(q_tiles, _BLOCK) * list_batches if by_key is not None else 0
+        orders = triton.cdiv(key_pairs, _BLOCK) * list_batches
+        grid = (items + orders + schedules + batch * heads * stats_tiles,)
+        given = lse if grad_lse is None else grad_lse
+        names = (
+            *(f"out_{axis}" for axis in ("batch", "head", "row", "column")),
+            *(f"grad_{axis}" for axis in ("batch", "head", "row", "column")),
+            *(f"lse_grad_{axis}" for axis in ("batch", "head", "row")),
+        )
+        strides = (*out.stride(), *grad_out.stride(), *given.stride())
+        fixed = {
+            **dict(zip(names, strides, strict=True)),
+            "batches": list_batches, "key_tiles": key_tiles, "key_pairs": key_pairs,
+            "q_tiles": q_tiles, "kv_tiles": 0 if by_key is None else by_key[1].shape[3],
+            "heads": heads, "q_len": q_len, "width": width, "stats_tiles": stats_tiles,
+            "HAS_FULL": by_query[2] is not None, "SCHEDULE": by_key is not None,
+            "HAS_ROW_FULL": by_key is not None and by_key[2] is not None,
+            "HAS_LSE_GRAD": grad_lse is not None, "WIDTH": triton.next_power_of_2(width),
+            "BLOCK": _BLOCK, "OTHERS": _OTHERS, "MERGE_BLOCK": _MERGE_BLOCK,
+        }  # fmt: skip
+        self._launch = Launch(prepare_backward_kernel, grid, (), fixed, {"num_warps": 4})
+
+    def __call__(
+        self,
+        out: Tensor,
+        grad_out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        by_query: Lists,
+        by_key: Lists | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        pieces = self._scratch().split_with_sizes(self._pieces)
+        counts, entries, order, schedule, states = pieces
+        stats = self.stats()
+        self._launch(
+            out, grad_out, lse, lse if grad_lse is None else grad_lse, stats,
+            *filled(by_query), *filled(by_query if by_key is None else by_key),
+            counts, entries, order, schedule, states,
+        )  # fmt: skip
+        return order, counts, entries, schedule, stats

@@ -1,5 +1,5 @@
 """Tree attention for any GPU that Triton supports, and for Triton's interpreter."""
 
-from tree_attn_op.kernels.portable.launch import backward, forward
+from tree_attn_op.kernels.portable.calls import backward, forward, plan_backward, plan_forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "plan_backward", "plan_forward"]

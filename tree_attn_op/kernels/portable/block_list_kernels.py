@@ -1,10 +1,12 @@
 """Device code of the block lists.
 
-``tile_bounds`` reduces the value rows of both sides to their least and greatest value per tile:
+``prepare_tiles`` reduces the value rows of both sides to their least and greatest value per tile:
 O(length). ``list_tiles`` decides the state of each tile from those bounds in three-valued logic
 and writes the lists of both directions: O(tiles). With lists of coarser blocks given,
-``expand_lists`` comes between them and ``list_tiles`` refines: a tile inherits EMPTY and FULL from
-its block, and the predicate decides inside PARTIAL blocks.
+``prepare_tiles`` writes down their states as well and ``list_tiles`` refines: a tile inherits
+EMPTY and FULL from its block, and the predicate decides inside PARTIAL blocks.
+
+Both find bounds and states in one buffer of int64: the bounds, then the states as int8.
 
 Lengths and strides are not specialised on, so that another length is no other kernel.
 """
@@ -49,52 +51,6 @@ def _reduce_tile(
     tl.store(bounds + at + num_tiles, tl.max(high, 0))
 
 
-@triton.jit(
-    do_not_specialize=["q_items", "q_len", "kv_len", *_STRIDES],
-    do_not_specialize_on_alignment=["q_values", "k_values"],
-)
-def tile_bounds(
-    q_values,
-    k_values,
-    bounds,
-    q_items,
-    q_len,
-    kv_len,
-    q_stride_batch,
-    q_stride_row,
-    q_stride_token,
-    k_stride_batch,
-    k_stride_row,
-    k_stride_token,
-    Q_ROWS: tl.constexpr,
-    K_ROWS: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    Q_LANES: tl.constexpr,
-    K_LANES: tl.constexpr,
-):
-    """Least and greatest value of each row over its tiles, of both sides.
-
-    The first ``q_items`` programs write ``[q batch, Q_ROWS, 2, query tiles]``, the others behind
-    it ``[k batch, K_ROWS, 2, key tiles]``.
-    """
-    item = tl.program_id(0)
-    # fmt: off
-    if item < q_items:
-        if Q_ROWS > 0:
-            _reduce_tile(
-                q_values, bounds, item, q_len, Q_ROWS,
-                q_stride_batch, q_stride_row, q_stride_token, Q_TILE, Q_LANES,
-            )
-    else:
-        if K_ROWS > 0:
-            _reduce_tile(
-                k_values, bounds + 2 * q_items, item - q_items, kv_len, K_ROWS,
-                k_stride_batch, k_stride_row, k_stride_token, K_TILE, K_LANES,
-            )
-    # fmt: on
-
-
 @triton.jit
 def _mark(states, counts, indices, at, num_columns, width, value, CHUNK: tl.constexpr):
     """states[column] = value for the columns listed in row ``at``; those out of range are none."""
@@ -107,21 +63,12 @@ def _mark(states, counts, indices, at, num_columns, width, value, CHUNK: tl.cons
 
 
 @triton.jit
-def expand_lists(
-    counts,
-    indices,
-    full_counts,
-    full_indices,
-    states,
-    num_rows,
-    num_columns,
-    width,
-    full_width,
-    HAS_FULL: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """states[..., row, column] = 0, 1 or 2 for unlisted, partial and full blocks."""
-    at = tl.program_id(1).to(tl.int64) * num_rows + tl.program_id(0)
+def _expand_row(
+    row, counts, indices, full_counts, full_indices, states, num_columns, width, full_width,
+    HAS_FULL: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """states[row, column] = 0, 1 or 2 for unlisted, partial and full blocks."""
+    at = row.to(tl.int64)
     states += at * num_columns
     lane = tl.arange(0, CHUNK)
     for start in range(0, num_columns, CHUNK):
@@ -131,6 +78,74 @@ def expand_lists(
     if HAS_FULL:
         tl.debug_barrier()
         _mark(states, full_counts, full_indices, at, num_columns, full_width, 2, CHUNK)
+
+
+_COARSE = ["num_columns", "width", "full_width"]
+
+
+@triton.jit(
+    do_not_specialize=["q_items", "k_items", "q_len", "kv_len", *_STRIDES, *_COARSE],
+    do_not_specialize_on_alignment=["q_values", "k_values"],
+)
+def prepare_tiles(
+    q_values,
+    k_values,
+    counts,
+    indices,
+    full_counts,
+    full_indices,
+    bounds,
+    q_items,
+    k_items,
+    q_len,
+    kv_len,
+    q_stride_batch,
+    q_stride_row,
+    q_stride_token,
+    k_stride_batch,
+    k_stride_row,
+    k_stride_token,
+    num_columns,
+    width,
+    full_width,
+    Q_ROWS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    K_TILE: tl.constexpr,
+    Q_LANES: tl.constexpr,
+    K_LANES: tl.constexpr,
+    HAS_COARSE: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Least and greatest value of each row over its tiles, of both sides, and given states.
+
+    The first ``q_items`` programs write ``[q batch, Q_ROWS, 2, query tiles]``, the next
+    ``k_items`` behind it ``[k batch, K_ROWS, 2, key tiles]``, the others behind that the states of
+    the given lists, one row of ``num_columns`` blocks each.
+    """
+    item = tl.program_id(0)
+    # fmt: off
+    if item < q_items:
+        if Q_ROWS > 0:
+            _reduce_tile(
+                q_values, bounds, item, q_len, Q_ROWS,
+                q_stride_batch, q_stride_row, q_stride_token, Q_TILE, Q_LANES,
+            )
+    elif item < q_items + k_items:
+        if K_ROWS > 0:
+            _reduce_tile(
+                k_values, bounds + 2 * q_items, item - q_items, kv_len, K_ROWS,
+                k_stride_batch, k_stride_row, k_stride_token, K_TILE, K_LANES,
+            )
+    else:
+        if HAS_COARSE:
+            states = (bounds + 2 * (q_items + k_items)).to(tl.pointer_type(tl.int8))
+            _expand_row(
+                item - q_items - k_items, counts, indices, full_counts, full_indices, states,
+                num_columns, width, full_width, HAS_FULL, CHUNK,
+            )
+    # fmt: on
 
 
 @triton.jit
@@ -229,10 +244,9 @@ def _row_states(
     return (inside & (state == 1)).to(tl.int32), (inside & (state == 2)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len"])
+@triton.jit(do_not_specialize=["coarse_at", "q_len", "kv_len"])
 def list_tiles(
     bounds,
-    coarse,
     kv_counts,
     kv_indices,
     full_kv_counts,
@@ -241,6 +255,7 @@ def list_tiles(
     q_indices,
     full_q_counts,
     full_q_indices,
+    coarse_at,
     q_len,
     kv_len,
     P: tl.constexpr,
@@ -262,9 +277,10 @@ def list_tiles(
     """The lists of every query tile, then those of every key tile: one row of tiles a program.
 
     Args:
-        bounds: what ``tile_bounds`` wrote.
-        coarse: states of the given blocks ``[batch or 1, heads, blocks, blocks]``, of blocks of
-            ``Q_RATIO * Q_TILE`` by ``K_RATIO * K_TILE`` tokens; not read unless HAS_COARSE.
+        bounds: what ``prepare_tiles`` wrote.
+        coarse_at: where in it the states of the given blocks begin, ``[batch or 1, heads, blocks,
+            blocks]``, of blocks of ``Q_RATIO * Q_TILE`` by ``K_RATIO * K_TILE`` tokens; not read
+            unless HAS_COARSE.
         Q_ROWS, K_ROWS: rows of values a side.
         Q_BATCHED, K_BATCHED, COARSE_BATCHED: whether there are several, one a batch row.
         FULL_AT_ENDS: whether a tile that runs over an end may be full.
@@ -283,6 +299,7 @@ def list_tiles(
     if K_BATCHED:
         k_bounds += batch.to(tl.int64) * (2 * K_ROWS) * num_k
     num_coarse_k = 0
+    coarse = (bounds + coarse_at).to(tl.pointer_type(tl.int8))
     if HAS_COARSE:
         num_coarse_k = (kv_len + K_RATIO * K_TILE - 1) // (K_RATIO * K_TILE)
         num_coarse_q = (q_len + Q_RATIO * Q_TILE - 1) // (Q_RATIO * Q_TILE)

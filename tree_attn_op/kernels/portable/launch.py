@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tree_attn_op.kernels import launching
 from tree_attn_op.kernels.configs import Kernel, KernelConfig, choose, device_of, padded_dim
 from tree_attn_op.kernels.portable.backward_dkdv import dkdv_kernel
 from tree_attn_op.kernels.portable.backward_dq import delta_kernel, dq_kernel
 from tree_attn_op.kernels.portable.forward import forward_kernel
-from tree_attn_op.layout import empty_like_layout
 from tree_attn_op.predicate import Predicate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,6 +33,13 @@ class Launch(NamedTuple):
         """Launches the kernel; an empty grid is no launch."""
         if self.grid[0] > 0:
             self.kernel[self.grid](**self.arguments, **self.options)
+
+    def planned(self, tensors: int) -> launching.Launch:
+        """The same launch for any tensors like these, the kernel's first arguments."""
+        names = self.kernel.arg_names[:tensors]
+        leading = [self.arguments[name] for name in names]
+        fixed = {name: value for name, value in self.arguments.items() if name not in names}
+        return launching.Launch(self.kernel, self.grid, leading, fixed, self.options)
 
 
 @dataclass(frozen=True)
@@ -309,133 +316,3 @@ def dkdv_launch(
     }
     batch, kv_heads = problem.key.shape[:2]
     return Launch(dkdv_kernel, (batch * tiles * kv_heads,), arguments, _options(config))
-
-
-def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """``(query', scale', sign)`` with ``scale' > 0``, ``query' * scale' == query * scale``.
-
-    The kernels scale the maximum of a row, not every score, which needs a positive scale; ``sign``
-    takes the gradient of ``query'`` to that of ``query`` where the two differ.
-    """
-    if scale > 0:
-        return query, scale, 1.0
-    if scale < 0:
-        return -query, -scale, -1.0
-    return torch.zeros_like(query), 1.0, 0.0
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_vals: Tensor,
-    k_vals: Tensor,
-    predicate: str,
-    kv_num_blocks: Tensor,
-    kv_indices: Tensor,
-    full_kv_num_blocks: Tensor | None,
-    full_kv_indices: Tensor | None,
-    q_block_size: int,
-    kv_block_size: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Tree attention: ``(out, lse)``.
-
-    Args:
-        query, key, value: ``[B, Hq, Q, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``, bfloat16,
-            float16 or float32, any strides. Copied only if the last dimension is not contiguous.
-        q_vals, k_vals: ``[B or 1, rows, Q]`` and ``[B or 1, rows, K]``, both int32 or both int64.
-        predicate: text of the predicate.
-        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices: key-side lists, int32.
-        q_block_size, kv_block_size: block sizes of the lists, multiples of 16.
-        scale: factor of the scores.
-
-    Returns:
-        ``out`` ``[B, Hq, Q, Dv]`` in the layout of ``query`` (see ``empty_like_layout``) and
-        ``lse`` ``[B, Hq, Q]``, float32, base e. A row that sees nothing has out 0 and lse -inf.
-    """
-    scaled_query, positive_scale, _ = _positive_scale(query, scale)
-    problem = Problem(
-        _unit_stride(scaled_query),
-        _unit_stride(key),
-        _unit_stride(value),
-        q_vals,
-        k_vals,
-        predicate,
-        q_block_size,
-        kv_block_size,
-        positive_scale,
-    )
-    lists = Lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    batch, heads, q_len, _ = query.shape
-    out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]), query.dtype)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    forward_launch(problem, lists, out, lse, problem.config("forward", lists.heads_share)).run()
-    return out, lse
-
-
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_vals: Tensor,
-    k_vals: Tensor,
-    predicate: str,
-    kv_num_blocks: Tensor,
-    kv_indices: Tensor,
-    full_kv_num_blocks: Tensor | None,
-    full_kv_indices: Tensor | None,
-    q_num_blocks: Tensor,
-    q_indices: Tensor,
-    full_q_num_blocks: Tensor | None,
-    full_q_indices: Tensor | None,
-    q_block_size: int,
-    kv_block_size: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`forward`: ``(grad_query, grad_key, grad_value)``.
-
-    Args:
-        grad_out: ``[B, Hq, Q, Dv]``, any strides, expanded ones too.
-        grad_lse: ``[B, Hq, Q]`` or None; of no effect on rows that see nothing.
-        out, lse: what the forward returned.
-        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: query-side lists, the transpose
-            of the key-side lists.
-        The rest as in :func:`forward`.
-
-    Returns:
-        Gradients with the shapes, dtypes and layouts of ``query``, ``key`` and ``value``. Equal
-        inputs give equal bits.
-    """
-    scaled_query, positive_scale, sign = _positive_scale(query, scale)
-    problem = Problem(
-        _unit_stride(scaled_query),
-        _unit_stride(key),
-        _unit_stride(value),
-        q_vals,
-        k_vals,
-        predicate,
-        q_block_size,
-        kv_block_size,
-        positive_scale,
-    )
-    key_lists = Lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    query_lists = Lists(q_num_blocks, q_indices, full_q_num_blocks, full_q_indices)
-    grad_out, out, lse = _unit_stride(grad_out), _unit_stride(out), lse.contiguous()
-    delta = torch.empty_like(lse)
-    grad_query = empty_like_layout(query, query.shape, query.dtype)
-    grad_key = empty_like_layout(key, key.shape, key.dtype)
-    grad_value = empty_like_layout(value, value.shape, value.dtype)
-    dq_config = problem.config("dq", key_lists.heads_share)
-    dkdv_config = problem.config("dkdv", query_lists.heads_share)
-
-    delta_launch(out, grad_out, lse, grad_lse, delta).run()
-    dkdv_launch(
-        problem, query_lists, grad_out, lse, delta, grad_key, grad_value, dkdv_config
-    ).run()
-    dq_launch(problem, key_lists, grad_out, lse, delta, grad_query, dq_config).run()
-    return (grad_query if sign == 1.0 else grad_query * sign), grad_key, grad_value
