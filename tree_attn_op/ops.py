@@ -113,7 +113,7 @@ def _check_call(
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     _refuse_forward_mode()
     query = arguments[0]
-    if not query.is_cpu:
+    if _on_gpu(query):
         look = _look_at_lists if list_checks.enabled() else None
         with current(query.device):
             return _forward_plans.run(_plan_forward, arguments, query.dtype, look)
@@ -124,6 +124,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _forward_plans = Plans()
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    # What is no tensor, which a schema lets through as None, is for the checks to name.
+    return isinstance(tensor, Tensor) and not tensor.is_cpu
 
 
 def _check_forward(arguments: tuple[Any, ...]) -> None:
@@ -186,7 +191,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tupl
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = arguments[2]
-    if not query.is_cpu:
+    if _on_gpu(query):
         look = _look_at_lists if list_checks.enabled() else None
         with current(query.device):
             return _backward_plans.run(_plan_backward, arguments, query.dtype, look)
@@ -269,7 +274,7 @@ def _fake_backward(
 def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
     # The dispatcher leaves out an argument that is its default.
     arguments = arguments if len(arguments) == 14 else (*arguments, True)
-    if not arguments[0].is_cpu:
+    if _on_gpu(arguments[0]):
         look = _look_at_given_lists if list_checks.enabled() else None
         with current(arguments[0].device):
             return _block_list_plans.run(_plan_block_lists, arguments, None, look)

@@ -186,6 +186,16 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """How float32 products are computed: as flex_attention does, by the global matmul settings."""
+    if dtype is not torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    setting = torch.backends.cuda.matmul.fp32_precision
+    if setting == "none":
+        setting = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "ieee" if setting == "ieee" else "tf32"
+
+
 def padded_dim(dim: int) -> int:
     """Width at which a kernel holds a head dim: the next power of two, at least 16."""
     return max(MIN_TILE, 1 << (dim - 1).bit_length())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layout import empty_like_layout
+from . import configs
 from .choice import ENVIRONMENT
 
 LIMIT = 1024
@@ -86,8 +87,7 @@ def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
     """
     key: list[Any] = [os.environ.get(ENVIRONMENT)]
     if dtype is torch.float32:
-        key.append(torch.backends.cuda.matmul.fp32_precision)
-        key.append(torch.get_float32_matmul_precision())
+        key.append(configs.dot_precision(dtype))
     for argument in arguments:
         if isinstance(argument, Tensor):
             key += (

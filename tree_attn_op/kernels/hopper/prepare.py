@@ -14,8 +14,9 @@ from torch import Tensor
 from ..launching import Launch, Output
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_BLOCK = 128
-_OTHERS = 32
+_BLOCK = 32
+_OTHERS = 128
+_OTHERS_IN_BACKWARD = 32  # few registers, for the statistics' sake: they wait for memory
 _MERGE_BLOCK = 256
 
 Lists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -365,7 +366,7 @@ class BackwardPreparation:
             "HAS_FULL": by_query[2] is not None, "SCHEDULE": by_key is not None,
             "HAS_ROW_FULL": by_key is not None and by_key[2] is not None,
             "HAS_LSE_GRAD": grad_lse is not None, "WIDTH": triton.next_power_of_2(width),
-            "BLOCK": _BLOCK, "OTHERS": _OTHERS, "MERGE_BLOCK": _MERGE_BLOCK,
+            "BLOCK": _BLOCK, "OTHERS": _OTHERS_IN_BACKWARD, "MERGE_BLOCK": _MERGE_BLOCK,
         }  # fmt: skip
         self._launch = Launch(prepare_backward_kernel, grid, (), fixed, {"num_warps": 4})
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tree_attn_op.kernels import launching
-from tree_attn_op.kernels.configs import Kernel, KernelConfig, choose, device_of, padded_dim
+from tree_attn_op.kernels.configs import (
+    Kernel,
+    KernelConfig,
+    choose,
+    device_of,
+    dot_precision,
+    padded_dim,
+)
 from tree_attn_op.kernels.portable.backward_dkdv import dkdv_kernel
 from tree_attn_op.kernels.portable.backward_dq import delta_kernel, dq_kernel
 from tree_attn_op.kernels.portable.forward import forward_kernel
@@ -44,7 +51,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Lists:
-    """The block lists of one side: per block of this side, the listed blocks of the other."""
+    """The block lists of one side, dense: per block of it, the listed blocks of the other."""
 
     part_counts: Tensor
     part_indices: Tensor
@@ -57,14 +64,11 @@ class Lists:
 
     def arguments(self) -> dict[str, Any]:
         """Kernel arguments; without full lists their places are filled and never read."""
-        counts, indices = self.part_counts.contiguous(), self.part_indices.contiguous()
+        counts, indices = self.part_counts, self.part_indices
         full_counts, full_indices = counts, indices
         if self.full_counts is not None:
             assert self.full_indices is not None
-            full_counts, full_indices = (
-                self.full_counts.contiguous(),
-                self.full_indices.contiguous(),
-            )
+            full_counts, full_indices = self.full_counts, self.full_indices
         batches, heads, blocks = counts.shape
         return {
             "part_counts": counts,
@@ -80,7 +84,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments that forward and backward share, checked."""
+    """The arguments that forward and backward share, checked; rows of tensors are dense."""
 
     query: Tensor
     key: Tensor
@@ -127,7 +131,7 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """Kernel arguments that do not depend on the kernel."""
-        q_vals, k_vals = _unit_stride(self.q_vals), _unit_stride(self.k_vals)
+        q_vals, k_vals = self.q_vals, self.k_vals
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
         return {
             "q_vals": q_vals,
@@ -151,23 +155,8 @@ class Problem:
             # A listed block may be visited as several tiles: it is the block that must be whole.
             "EVEN_Q": self.q_len % self.q_block_size == 0,
             "EVEN_KV": self.kv_len % self.kv_block_size == 0,
-            "PRECISION": _dot_precision(self.query.dtype),
+            "PRECISION": dot_precision(self.query.dtype),
         }
-
-
-def _dot_precision(dtype: torch.dtype) -> str:
-    """How float32 products are computed: as flex_attention does, by the global matmul settings."""
-    if dtype is not torch.float32 or torch.version.hip is not None:
-        return "ieee"
-    setting = torch.backends.cuda.matmul.fp32_precision
-    if setting == "none":
-        setting = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return "ieee" if setting == "ieee" else "tf32"
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor, copied only if the elements of its last dimension are not adjacent."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _outer_strides(tensor: Tensor) -> tuple[int, ...]:
