@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from tree_attn_op.kernels import choice
 from tree_attn_op.kernels.plans import Plans, call_key, copies, with_copies
@@ -183,11 +180,8 @@ def test_copies_lie_as_outputs_do(by_sequence: bool) -> None:
 
 triton = pytest.importorskip("triton")
 
-from triton.compiler.compiler import CompiledKernel  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
-
-from tests.kernels.aot import compiling_for, target_of  # noqa: E402
 from tests.kernels.cases import Case, make_inputs  # noqa: E402
+from tests.kernels.repeated import check_repeated, recorded  # noqa: E402
 from tree_attn_op.kernels import configs, portable  # noqa: E402
 from tree_attn_op.kernels.portable import block_lists, launch  # noqa: E402
 from tree_attn_op.predicate import Predicate  # noqa: E402
@@ -195,62 +189,6 @@ from tree_attn_op.predicate import Predicate  # noqa: E402
 compiled = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"
 )
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What launches hand to Triton's launcher for sm_90, in order: nothing runs."""
-    found: list[tuple[Any, ...]] = []
-
-    def init(self: Any) -> None:
-        def run(x: int, y: int, z: int, *rest: Any) -> None:
-            # Behind the grid: stream, function, metadata, launch metadata, two hooks.
-            found.append((self.name, x, y, z, *rest[6:]))
-
-        if self.module is None:
-            self.module, self.function, self._run = object(), 0, run
-
-    monkeypatch.setattr(CompiledKernel, "_init_handles", init)
-    monkeypatch.setattr(launch, "device_of", lambda device: configs.CUDA_DEVICES[90])
-    with compiling_for(target_of(90)):
-        yield found
-
-
-def _comparable(argument: Any, given: list[Any]) -> Any:
-    """An argument of a launch: tensors that were given by place, fresh ones by what they are."""
-    if isinstance(argument, Tensor):
-        for at, tensor in enumerate(given):
-            if isinstance(tensor, Tensor) and tensor.data_ptr() == argument.data_ptr() != 0:
-                return at, argument.dtype
-        return argument.dtype, tuple(argument.shape), argument.stride()
-    if is_dataclass(argument):
-        values = {field.name: getattr(argument, field.name) for field in fields(argument)}
-        values["base"] = _comparable(values["base"], given)
-        return {name: str(value) for name, value in values.items()}
-    return argument
-
-
-def _check_repeated(
-    plan: Callable[..., Any], calls: list[list[Any]], launched: list[tuple[Any, ...]]
-) -> None:
-    """A second call through one plan hands over what a first call through another one does."""
-
-    def record(call: Callable[..., Any], arguments: list[Any]) -> list[Any]:
-        launched.clear()
-        result = call(*arguments)
-        del result
-        return [[_comparable(each, arguments) for each in entry] for entry in launched]
-
-    first, second = calls
-    assert call_key(tuple(first)) == call_key(tuple(second))
-    kept = plan(*first)
-    kept(*first)
-    direct = record(kept, second)
-    assert direct
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", side_effect=AssertionError):
-        assert record(kept, second) == direct
-    assert record(plan(*second), second) == direct
-    assert driver.active is not None
 
 
 CASES = {
@@ -268,7 +206,8 @@ CASES = {
 
 @compiled
 @pytest.mark.parametrize("name", CASES)
-def test_portable_launches(name: str, launched: list[tuple[Any, ...]]) -> None:
+def test_portable_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "device_of", lambda device: configs.CUDA_DEVICES[90])
     case = CASES[name]
     forward, backward = [], []
     for seed in (0, 1):
@@ -282,13 +221,14 @@ def test_portable_launches(name: str, launched: list[tuple[Any, ...]]) -> None:
         forward.append([*tensors, *mask, *sizes])
         grads = [inputs.grad_out, inputs.grad_lse]
         backward.append([*grads, *tensors, out, lse, *mask, *sizes])
-    _check_repeated(portable.plan_forward, forward, launched)
-    _check_repeated(portable.plan_backward, backward, launched)
+    with recorded() as launches:
+        check_repeated(portable.plan_forward, forward, launches)
+        check_repeated(portable.plan_backward, backward, launches)
 
 
 @compiled
 @pytest.mark.parametrize("refine", [False, True])
-def test_block_list_launches(refine: bool, launched: list[tuple[Any, ...]]) -> None:
+def test_block_list_launches(refine: bool) -> None:
     predicate = Predicate.parse("q >= k & q0 == k0")
     calls = []
     for seed in (0, 1):
@@ -298,4 +238,5 @@ def test_block_list_launches(refine: bool, launched: list[tuple[Any, ...]]) -> N
         if refine:
             given = [torch.zeros(2, 1, 3).int(), torch.zeros(2, 1, 3, 3).int()] * 2
         calls.append([q_vals, k_vals, predicate, 300, 300, *given, 128, 128, 64, 64, True])
-    _check_repeated(block_lists.plan_block_lists, calls, launched)
+    with recorded() as launches:
+        check_repeated(block_lists.plan_block_lists, calls, launches)
