@@ -85,21 +85,14 @@ def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
         arguments: all arguments: tensors, and what can be hashed.
         dtype: of query, key and value: how float32 products are taken is a global setting.
     """
-    key: list[Any] = [os.environ.get(ENVIRONMENT)]
-    if dtype is torch.float32:
-        key.append(configs.dot_precision(dtype))
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            key += (
-                argument.shape,
-                argument.stride(),
-                argument.dtype,
-                argument.device,
-                argument.data_ptr() & 15,
-            )
-        else:
-            key.append(argument)
-    return tuple(key)
+    precision = configs.dot_precision(dtype) if dtype is torch.float32 else None
+    described = [
+        (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15)
+        if isinstance(each, Tensor)
+        else each
+        for each in arguments
+    ]
+    return (os.environ.get(ENVIRONMENT), precision, *described)
 
 
 class Plans:
