@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tree_attn_op  # noqa: F401 - registers the ops
@@ -282,6 +284,56 @@ def test_backward_under_autocast() -> None:
         out = made.call(*inputs, SCALE)[0]
         grads = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
     torch.testing.assert_close(grads, torch.autograd.grad(out.square().sum(), inputs))
+
+
+class _Seen(TorchDispatchMode):
+    """Which ops reach a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_ops() -> None:
+    made = tree_case(40)
+    inputs = operands(1, (2, 1), (40, 40), requires_grad=True)
+    with _Seen() as seen:
+        made.call(*inputs, SCALE)[0].sum().backward()
+    assert OPS.tree_attention.default in seen.ops
+    assert OPS.tree_attention_backward.default in seen.ops
+    with _Seen() as seen, torch.no_grad():
+        made.call(*inputs, SCALE)
+    assert OPS.tree_attention.default in seen.ops
+
+
+def test_plain_tensors_are_not_dispatched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tree_case(40)
+    inputs = operands(1, (2, 1), (40, 40), requires_grad=True)
+    want = torch.autograd.grad(made.call(*inputs, SCALE)[0].sum(), inputs)
+
+    def redispatch(*arguments: Any) -> None:
+        raise AssertionError("dispatched again")
+
+    monkeypatch.setattr(torch._ops.OpOverload, "redispatch", redispatch)
+    got = torch.autograd.grad(made.call(*inputs, SCALE)[0].sum(), inputs)
+    torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        made.call(*inputs, SCALE)
+    with pytest.raises(AssertionError, match="dispatched again"), _Seen():
+        made.call(*inputs, SCALE)
+
+
+def test_lazy_negation_is_seen() -> None:
+    made = tree_case(40)
+    query, key, value = operands(1, (2, 1), (40, 40))
+    for requires_grad in (False, True):
+        value.requires_grad_(requires_grad)
+        out, _ = made.call(torch._neg_view(query), key, value, SCALE)
+        torch.testing.assert_close(out, made.call(-query, key, value, SCALE)[0])
 
 
 def test_frozen_inputs_get_no_gradient() -> None:

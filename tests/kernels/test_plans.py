@@ -183,6 +183,7 @@ triton = pytest.importorskip("triton")
 from tests.kernels.cases import Case, make_inputs  # noqa: E402
 from tests.kernels.repeated import check_repeated, recorded  # noqa: E402
 from tree_attn_op.kernels import configs, portable  # noqa: E402
+from tree_attn_op.kernels.launching import Output  # noqa: E402
 from tree_attn_op.kernels.portable import block_lists, launch  # noqa: E402
 from tree_attn_op.predicate import Predicate  # noqa: E402
 
@@ -202,6 +203,15 @@ CASES = {
         sequence_major=False,
     ),
 }  # fmt: skip
+
+
+def test_unaligned_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are repeated on fresh memory that no key describes."""
+    output = Output.dense((4, 4), torch.float32, torch.device("cpu"))
+    assert output().shape == (4, 4)
+    monkeypatch.setattr(torch, "empty_strided", lambda *_, **__: torch.zeros(17)[1:].view(4, 4))
+    with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
+        output()
 
 
 @compiled
