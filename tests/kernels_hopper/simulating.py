@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tree_attn_op.kernels.hopper.fast_backward  # noqa: F401 - the package is run below
+import tree_attn_op.kernels.hopper  # noqa: F401 - the package is run below
 
 PACKAGE = "tree_attn_op.kernels.hopper."
 MODULES = (
@@ -537,7 +537,18 @@ def _row_statistics(
     return stats.unflatten(-1, (tiles, 64)).transpose(2, 3).contiguous()
 
 
-def _finish_dq(acc: Tensor, dq: Tensor, scale: float) -> None:
+def _choose_form(counts: Tensor, step_tiles: int, least: int) -> Tensor:
+    fast = int(counts.double().sum() * step_tiles >= least * counts.numel() / 2)
+    return torch.tensor([fast, 1 - fast], dtype=torch.int32)
+
+
+def _zero_if(acc: Tensor, active: Tensor) -> None:
+    acc.fill_(0.0 if active[0] else float("nan"))
+
+
+def _finish_dq(acc: Tensor, dq: Tensor, scale: float, active: Tensor | None = None) -> None:
+    if active is not None and not active[0]:
+        return
     rows = acc.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(-3).flatten(2, 5)
     dq.copy_(scale * rows[:, :, : dq.shape[2], : dq.shape[3]])
 
@@ -551,14 +562,12 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
         late: loads land when their barrier is waited for, instead of at once.
     """
     functions = _as_python()
-    hosts = {
-        name: sys.modules[PACKAGE + name] for name in ("forward", "backward", "fast_backward")
-    }
+    hosts = {name: sys.modules[PACKAGE + name] for name in ("forward", "backward")}
     with mock.patch.object(hosts["forward"], "multiprocessors", return_value=blocks):
         patches = [mock.patch.object(hosts["backward"], "multiprocessors", return_value=blocks)]
         for host, kernel in (
             ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel"),
-            ("fast_backward", "fast_backward_kernel"),
+            ("backward", "fast_backward_kernel"),
         ):  # fmt: skip
             names = [p.name for p in getattr(hosts[host], kernel).params]
             launcher = _Launcher(functions[kernel], names, late)
@@ -569,11 +578,9 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
             mock.patch.object(hosts["backward"], "heaviest_first", _heaviest_first),
             mock.patch.object(hosts["backward"], "merge_lists", _merge_lists),
             mock.patch.object(hosts["backward"], "row_statistics", _row_statistics),
-            mock.patch.object(hosts["fast_backward"], "multiprocessors", return_value=blocks),
-            mock.patch.object(hosts["fast_backward"], "heaviest_first", _heaviest_first),
-            mock.patch.object(hosts["fast_backward"], "merge_lists", _merge_lists),
-            mock.patch.object(hosts["fast_backward"], "row_statistics", _row_statistics),
-            mock.patch.object(hosts["fast_backward"], "finish_dq", _finish_dq),
+            mock.patch.object(hosts["backward"], "choose_form", _choose_form),
+            mock.patch.object(hosts["backward"], "zero_if", _zero_if),
+            mock.patch.object(hosts["backward"], "finish_dq", _finish_dq),
         ]
         for patch in patches:
             patch.start()

@@ -16,7 +16,8 @@ SCRIPT = """
 import torch
 from tree_attn_op.blocks import lists_of
 from tests.kernels_hopper.simulating import _row_schedule
-from tree_attn_op.kernels.hopper.fast_backward import finish_dq
+from tree_attn_op.kernels.hopper.dq_sums import finish_dq
+from tree_attn_op.kernels.hopper.form import choose_form, zero_if
 from tree_attn_op.kernels.hopper.prepare import (
     heaviest_first, merge_lists, row_schedule, row_statistics
 )
@@ -67,6 +68,25 @@ for width, columns in ((64, 24), (128, 128)):
     dq = torch.full((2, 70, 3, columns), torch.nan).transpose(1, 2)
     finish_dq(acc.contiguous(), dq, 0.5)
     torch.testing.assert_close(dq, 0.5 * sums[:, :, :70, :columns])
+    wanted, left = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    before = dq.clone()
+    finish_dq(acc.contiguous(), dq, 2.0, left)
+    assert torch.equal(dq, before)
+    finish_dq(acc.contiguous(), dq, 2.0, wanted)
+    torch.testing.assert_close(dq, 2.0 * sums[:, :, :70, :columns])
+
+counts = torch.randint(0, 9, (2, 700, 2), dtype=torch.int32)
+mean = counts.sum() / 1400
+for tiles in (1, 2):
+    for least in (0, int(mean * tiles), int(mean * tiles) + 1, 100):
+        fast = int(mean * tiles >= least)
+        assert choose_form(counts, tiles, least).tolist() == [fast, 1 - fast]
+acc = torch.ones(5000)
+zero_if(acc, left)
+assert (acc == 1).all()
+zero_if(acc[:4999], wanted)
+assert (acc[:4999] == 0).all()
+assert acc[4999] == 1
 print("fine")
 """
 
