@@ -1,5 +1,8 @@
 """What a call costs the host at 2k tokens: compiled flex_attention, rewritten and not.
 
+`flex, rewritten` is rewritten however small it is, `flex, with the pass` as the pass does by
+itself: it leaves a call alone that is too small to gain.
+
     python -m bench.launch_overhead --out build/launch_overhead.json
 
 Many calls are made without waiting for the GPU. `host` is the time in which the CPU makes one of
@@ -81,10 +84,12 @@ def attentions(problem: Problem) -> dict[str, Attention]:
         assert isinstance(out, Tensor)
         return out
 
-    rewrite: Any = {"pre_grad_custom_pass": TreeAttentionPass()}
+    rewrite: Any = {"pre_grad_custom_pass": TreeAttentionPass(rewrite_small=True)}
+    default: Any = {"pre_grad_custom_pass": TreeAttentionPass(rewrite_small=False)}
     found: dict[str, Attention] = {
         "flex": torch.compile(flex, dynamic=False, fullgraph=True),
         "flex, rewritten": torch.compile(flex, dynamic=False, fullgraph=True, options=rewrite),
+        "flex, with the pass": torch.compile(flex, dynamic=False, fullgraph=True, options=default),
         "op, compiled": torch.compile(op, dynamic=False, fullgraph=True),
         "op": op,
     }

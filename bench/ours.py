@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class HopperKernels(Kernels):
     def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         from tree_attn_op.kernels import hopper
 
-        return hopper.forward, hopper.backward
+        return hopper.forward, partial(hopper.backward, form="deterministic")
 
     @staticmethod
     def list_blocks(problem: Problem) -> tuple[int, int]:
@@ -191,6 +192,5 @@ class FastHopperKernels(HopperKernels):
     @staticmethod
     def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         from tree_attn_op.kernels import hopper
-        from tree_attn_op.kernels.hopper.fast_backward import fast_backward
 
-        return hopper.forward, fast_backward
+        return hopper.forward, partial(hopper.backward, form="fast")

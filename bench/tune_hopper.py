@@ -43,7 +43,7 @@ WORKLOADS = (
     "tinyleaf_16k",
 )
 PREDICATE = "q >= k & q < k0"
-PARTS = ("forward", "backward", "fast")
+PARTS = ("forward", "deterministic", "fast")
 """The forward, the deterministic backward, and the one that is not."""
 TREES = {
     128: ("tree", "tree_long", "tree_tail", "causal", "many_rows"),
@@ -87,30 +87,35 @@ def forward_variants(dim: int) -> dict[str, Any]:
 
 
 def backward_variants(dim: int) -> dict[str, Any]:
-    """Configurations (dK/dV, dQ) of the backward to time, the default first."""
+    """Configurations of the deterministic backward to time, the default first."""
     from tree_attn_op.kernels.hopper.configs import DKDV, DQ
 
     dkdv, dq = DKDV[-(-dim // 64)], DQ[-(-dim // 64)]
+
+    def pair(dkdv: Any, dq: Any = dq) -> dict[str, Any]:
+        return {"dkdv_config": dkdv, "dq_config": dq}
+
     if dim == 64:
         return {
-            "backward": (dkdv, dq),
-            "backward 2 heads": (replace(dkdv, step_heads=2, stages=3), dq),
-            "backward 4 stages": (replace(dkdv, stages=4), replace(dq, stages=4)),
+            "backward": pair(dkdv),
+            "backward 2 heads": pair(replace(dkdv, step_heads=2, stages=3)),
+            "backward 4 stages": pair(replace(dkdv, stages=4), replace(dq, stages=4)),
         }
-    return {"backward": (dkdv, dq), "backward 3 stages": (replace(dkdv, stages=3), dq)}
+    return {"backward": pair(dkdv), "backward 3 stages": pair(replace(dkdv, stages=3))}
 
 
 def fast_variants(dim: int) -> dict[str, Any]:
-    """Configurations of the backward in one kernel to time, the default first."""
-    from tree_attn_op.kernels.hopper.fast_backward import FAST
+    """Configurations of the fast backward to time, the default first."""
+    from tree_attn_op.kernels.hopper.configs import FAST
 
     default = FAST[-(-dim // 64)]
     if dim == 64:
-        return {"fast": default, "fast 2 stages": replace(default, stages=2)}
-    return {"fast": default}
+        fewer = replace(default, stages=2)
+        return {"fast": {"fast_config": default}, "fast 2 stages": {"fast_config": fewer}}
+    return {"fast": {"fast_config": default}}
 
 
-def _compile(job: tuple[str, Any, tuple[Any, ...]]) -> None:
+def _compile(job: tuple[str, Any, dict[str, Any]]) -> None:
     from tests.kernels_hopper.cases import Problem
     from tests.kernels_hopper.compiling import compile_only
 
@@ -120,11 +125,9 @@ def _compile(job: tuple[str, Any, tuple[Any, ...]]) -> None:
     out, lse = torch.empty_like(problem.grad_out), problem.query.new_empty(problem.query.shape[:3])
     with compile_only():
         if parts == "forward":
-            problem.forward(*configs)
-        elif parts == "backward":
-            problem.backward(out, lse.float(), *configs)
+            problem.forward(**configs)
         else:
-            problem.fast_backward(out, lse.float(), *configs)
+            problem.backward(out, lse.float(), parts, **configs)
 
 
 def compile_all(wanted: list[str]) -> None:
@@ -140,15 +143,15 @@ def compile_all(wanted: list[str]) -> None:
         return kinds, group, q_tail, case.kv_len % 64 != 0, dims, case.grad_lse
 
     cases = {kernels_of(case): case for case in CASES}.values()
-    jobs: list[tuple[str, Any, tuple[Any, ...]]] = []
+    jobs: list[tuple[str, Any, dict[str, Any]]] = []
     for dim in (128, 64):
         case = Case("timed", PREDICATE, 256, 256, head_dim=dim, grad_lse=False)
-        jobs += [("forward", case, (config,)) for config in forward_variants(dim).values()]
-        if "backward" in wanted:
-            jobs += [("backward", case, configs) for configs in backward_variants(dim).values()]
-        if "fast" in wanted:
-            jobs += [("fast", case, (config,)) for config in fast_variants(dim).values()]
-    jobs += [(parts, case, ()) for case in cases for parts in wanted]
+        forwards = forward_variants(dim).values()
+        jobs += [("forward", case, {"config": config}) for config in forwards]
+        for form, variants in (("deterministic", backward_variants), ("fast", fast_variants)):
+            if form in wanted:
+                jobs += [(form, case, configs) for configs in variants(dim).values()]
+    jobs += [(parts, case, {}) for case in cases for parts in wanted]
     with multiprocessing.get_context("fork").Pool() as pool:
         pool.map(_compile, jobs, chunksize=1)
 
@@ -176,8 +179,7 @@ class _Noted:
 def _note_kernels() -> None:
     for host, *names in (
         ("forward", "forward_kernel"),
-        ("backward", "dkdv_kernel", "dq_kernel"),
-        ("fast_backward", "fast_backward_kernel"),
+        ("backward", "dkdv_kernel", "dq_kernel", "fast_backward_kernel"),
     ):
         module = sys.modules[f"tree_attn_op.kernels.hopper.{host}"]
         for name in names:
@@ -319,7 +321,6 @@ def timed(dim: int, workload: str, wanted: list[str]) -> dict[str, Any]:
     from tree_attn_op.blocks import build
     from tree_attn_op.kernels.choice import hopper_list_blocks
     from tree_attn_op.kernels.hopper import backward, forward
-    from tree_attn_op.kernels.hopper.fast_backward import fast_backward
     from tree_attn_op.predicate import Predicate
 
     from .problem import Heads, Problem
@@ -339,16 +340,10 @@ def timed(dim: int, workload: str, wanted: list[str]) -> dict[str, Any]:
 
     out, lse = forward_call(None)()
 
-    def backward_call(configs: Any) -> Callable[[], Any]:
+    def backward_call(form: Any, configs: dict[str, Any]) -> Callable[[], Any]:
         return lambda: backward(
             problem.grad_out, None, *inputs, out, lse, *mask, *lists.tensors, *q_blocks, scale,
-            dkdv_config=configs[0], dq_config=configs[1],
-        )  # fmt: skip
-
-    def fast_call(config: Any) -> Callable[[], Any]:
-        return lambda: fast_backward(
-            problem.grad_out, None, *inputs, out, lse, *mask, *lists.tensors[4:], *q_blocks, scale,
-            config,
+            form, **configs,
         )  # fmt: skip
 
     def without(kernel: str, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -368,10 +363,12 @@ def timed(dim: int, workload: str, wanted: list[str]) -> dict[str, Any]:
     if "forward" in wanted:
         calls |= {name: forward_call(config) for name, config in forward_variants(dim).items()}
     if "fast" in wanted:
-        calls |= {name: fast_call(config) for name, config in fast_variants(dim).items()}
-    if "backward" in wanted:
+        for name, configs in fast_variants(dim).items():
+            calls[name] = backward_call("fast", configs)
+        calls["by length"] = backward_call("by length", {})
+    if "deterministic" in wanted:
         for name, configs in backward_variants(dim).items():
-            calls[name] = backward_call(configs)
+            calls[name] = backward_call("deterministic", configs)
             calls[f"{name}: dq"] = without("dkdv_kernel", calls[name])
             calls[f"{name}: dkdv"] = without("dq_kernel", calls[name])
     times = time_in_turns(calls)
@@ -466,7 +463,7 @@ def main() -> None:
             file = out / f"time_{dim}.json"
             limit = min(end, time.monotonic() + TIMING_LIMIT)
             stage(["time", str(dim), "+".join(times), *options.workloads], out, file, limit)
-    if {"forward", "backward"} <= set(wanted) and time.monotonic() < end - 8:
+    if {"forward", "deterministic"} <= set(wanted) and time.monotonic() < end - 8:
         stage(["repeat"], out, out / "repeat.json", end)
 
 

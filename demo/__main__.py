@@ -83,12 +83,14 @@ def main(args: list[str] | None = None) -> int:
     model = models.build(device, layers=options.layers, hidden_size=options.hidden_size)
     print("\nWhat the pass does with the model's flex_attention calls (passes.explain):")
     with torch.no_grad():
-        report = passes.explain(model, **models.packed_inputs(tree))
+        report = passes.explain(model, rewrite_small=True, **models.packed_inputs(tree))
     print(report)
     checks.true("every call is rewritten", len(report) > 0 and all(c.rewritten for c in report))
 
     print("\nThe tree against the separate trajectories, float32:")
-    compiled = torch.compile(model, backend="tree_attn")
+    # On a GPU the pass leaves calls as small as these to flex, unless told otherwise.
+    options = {"tree_attn.rewrite_small": True}
+    compiled = torch.compile(model, backend="tree_attn", options=options)
     # flex_attention on CPU has no backward, so that torch refuses it before any pass sees it.
     trains_compiled = device != "cpu"
     with torch.set_grad_enabled(trains_compiled):

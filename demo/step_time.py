@@ -57,7 +57,8 @@ def _step(
     model = models.build("cuda", layers=8, hidden_size=1024).to(torch.bfloat16)
     model.set_attn_implementation(attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    compiled = torch.compile(model, backend=backend)
+    options = {"tree_attn.rewrite_small": True} if backend == "tree_attn" else None
+    compiled = torch.compile(model, backend=backend, options=options)
 
     def step() -> None:
         batches.policy_loss(run(compiled), batch).backward()

@@ -90,7 +90,8 @@ def tree_attn(
         gm: the captured graph.
         example_inputs: its fake inputs.
         mode: as for the Inductor backend, "reduce-overhead" for example.
-        options: as for the Inductor backend; ``"tree_attn.plan"`` sets the plan of the pass (see
+        options: as for the Inductor backend; ``"tree_attn.plan"`` and
+            ``"tree_attn.rewrite_small"`` set options of the pass (see
             :class:`passes.PassOptions`).
 
     Returns:
@@ -115,13 +116,17 @@ def tree_attn(
         else:
             raise RuntimeError(
                 f"unexpected option {name!r}: the options are Inductor's "
-                '(torch._inductor.list_options()) and "tree_attn.plan"'
+                f"(torch._inductor.list_options()) and {_own_options()}"
             )
     if not own.keys() <= PassOptions.__dataclass_fields__.keys():
-        raise RuntimeError(f'unexpected options {sorted(own)}: the pass has "tree_attn.plan" only')
+        raise RuntimeError(f"unexpected options {sorted(own)}: the pass has {_own_options()}")
     existing = patches.get(_SLOT, getattr(inductor_config, _SLOT))
     patches[_SLOT] = compose(existing, TreeAttentionPass(**own))
     return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _own_options() -> str:
+    return " and ".join(f'"{_OPTION_PREFIX}{name}"' for name in PassOptions.__dataclass_fields__)
 
 
 def _reset() -> None:
@@ -179,7 +184,7 @@ class Installation:
 _installations: list[Installation] = []
 
 
-def install(*, plan: Plan = "lists") -> Installation:
+def install(*, plan: Plan = "lists", rewrite_small: bool | None = None) -> Installation:
     """Let plain ``torch.compile`` rewrite flex_attention calls from now on.
 
     It may be called several times; :func:`uninstall` takes the latest back. What is compiled
@@ -191,9 +196,9 @@ def install(*, plan: Plan = "lists") -> Installation:
         print(tree_attention_pass.report)
 
     Args:
-        plan: see :class:`passes.PassOptions`.
+        plan, rewrite_small: see :class:`passes.PassOptions`.
     """
-    return Installation(TreeAttentionPass(plan=plan))
+    return Installation(TreeAttentionPass(plan=plan, rewrite_small=rewrite_small))
 
 
 def uninstall() -> None:

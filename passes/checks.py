@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -22,6 +23,11 @@ from .flex_call import (
     static_int,
     uses_decoding_kernel,
 )
+
+SMALL_CALL = 2e11
+"""Floating-point operations of a call's whole forward rectangle, ``4 * B * Hq * Q * K * D``, from
+which on a GPU is busy for longer than the op's launches take the CPU. Measured on an H200
+(``bench/launch_overhead.py``): 2k tokens, 32 heads, D=128 are 0.7e11."""
 
 _HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"cpu": (*_HALF_AND_SINGLE, torch.float64), "cuda": _HALF_AND_SINGLE}
@@ -42,6 +48,24 @@ def check_call(call: FlexCall) -> None:
     _check_lengths(call)
     if uses_decoding_kernel(call):
         raise KeepFlex("flex serves a short query against a long cache with its decoding kernel")
+
+
+def check_size(call: FlexCall) -> None:
+    """Raise :class:`KeepFlex` for a call on a GPU that is over before the op is launched.
+
+    Lengths that are not known are taken for long ones, and CUDA graphs launch at no cost.
+    """
+    query, key, value = map(example_value, (call.query, call.key, call.value))
+    sizes = [static_int(size) for size in (*query.shape, key.shape[2], value.shape[3])]
+    if query.device.type == "cpu" or None in sizes or inductor_config.triton.cudagraphs:
+        return
+    batch, heads, q_len, head_dim, kv_len, value_dim = map(int, sizes)  # type: ignore[arg-type]
+    if 2 * batch * heads * q_len * kv_len * (head_dim + value_dim) < SMALL_CALL:
+        raise KeepFlex(
+            f"{q_len} by {kv_len} tokens and {heads} heads of {head_dim} keep a GPU busy for less "
+            "time than the op's launches take",
+            hint="rewrite_small=True (TREE_ATTN_REWRITE_SMALL=1) rewrites it all the same",
+        )
 
 
 def check_capture(capture: Any, call: FlexCall) -> None:

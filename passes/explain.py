@@ -19,7 +19,14 @@ from .rewrite import Plan, TreeAttentionPass
 _fresh_lines = itertools.count(1)
 
 
-def explain(fn: Callable[..., Any], /, *args: Any, plan: Plan = "lists", **kwargs: Any) -> Report:
+def explain(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    plan: Plan = "lists",
+    rewrite_small: bool | None = None,
+    **kwargs: Any,
+) -> Report:
     """Compile and run ``fn`` once, and report what the pass does with each flex_attention call.
 
     The function is traced anew whatever has been compiled before, nothing goes through Inductor's
@@ -28,7 +35,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, plan: Plan = "lists", **kwarg
     Args:
         fn: a function or module; one that torch.compile returned is explained as what it wraps.
         args, kwargs: what to call it with.
-        plan: see :class:`passes.PassOptions`.
+        plan, rewrite_small: see :class:`passes.PassOptions`.
 
     Returns:
         One entry a flex_attention call, in the order of the graph, those of graphs nested in it
@@ -39,7 +46,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, plan: Plan = "lists", **kwarg
     """
     if not callable(fn):
         raise TypeError(f"explain takes a function or module, got {type(fn).__name__}")
-    graph_pass = TreeAttentionPass(plan=plan)
+    graph_pass = TreeAttentionPass(plan=plan, rewrite_small=rewrite_small)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(gm.graph)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from tree_attn_op.lowering import CapturedInfo, Lowered, emit, lower
 
 from .built_masks import derive_built_lists
 from .cache_key import source_digest
-from .checks import check_call, check_capture, check_lists, operand_dtype
+from .checks import check_call, check_capture, check_lists, check_size, operand_dtype
 from .edit import GraphEdit
 from .effects import Writes
 from .flex_call import (
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 Plan = Literal["lists", "predicate"]
 
+REWRITE_SMALL = "TREE_ATTN_REWRITE_SMALL"
+"""Environment variable: the default of ``PassOptions.rewrite_small``."""
+
 _KEPT = "tree_attn_kept"
 
 
@@ -64,13 +68,24 @@ class PassOptions:
             BlockMask, and with it the cost of building it inside the compiled region: only right
             where the BlockMask was built from its own mask_mod, not where its lists were chosen
             by hand.
+        rewrite_small: also rewrite calls on a GPU that are so small that launching the op costs
+            more than it saves (:data:`passes.checks.SMALL_CALL`). None: if the environment says
+            ``TREE_ATTN_REWRITE_SMALL=1``.
     """
 
     plan: Plan = "lists"
+    rewrite_small: bool | None = None
 
     def __post_init__(self) -> None:
         if self.plan not in ("lists", "predicate"):
             raise ValueError(f'plan must be "lists" or "predicate", not {self.plan!r}')
+        if self.rewrite_small is None:
+            setting = os.environ.get(REWRITE_SMALL, "")
+            if setting not in ("", "0", "1"):
+                raise ValueError(f"{REWRITE_SMALL} must be 0 or 1, got {setting!r}")
+            object.__setattr__(self, "rewrite_small", setting == "1")
+        elif not isinstance(self.rewrite_small, bool):
+            raise TypeError(f"rewrite_small must be a bool or None, got {self.rewrite_small!r}")
 
 
 class TreeAttentionPass(CustomGraphPass):
@@ -81,15 +96,15 @@ class TreeAttentionPass(CustomGraphPass):
     that it cannot prove.
 
     Args:
-        plan: see :class:`PassOptions`.
+        plan, rewrite_small: see :class:`PassOptions`.
 
     Attributes:
         options: the options, part of :meth:`uuid`.
         report: the calls that this instance has seen.
     """
 
-    def __init__(self, *, plan: Plan = "lists") -> None:
-        self.options = PassOptions(plan)
+    def __init__(self, *, plan: Plan = "lists", rewrite_small: bool | None = None) -> None:
+        self.options = PassOptions(plan, rewrite_small)
         self.report = Report()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -113,7 +128,7 @@ class TreeAttentionPass(CustomGraphPass):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch 2.11 pickles the pass into its cache key, which the report must not change.
-        return functools.partial(type(self), plan=self.options.plan), ()
+        return functools.partial(type(self), **vars(self.options)), ()
 
     def _run(self, graph: fx.Graph) -> None:
         for body in _nested_graphs(graph):
@@ -218,6 +233,8 @@ class _GraphRewrite:
         if self._options.plan == "lists":
             check_lists(call)
         lowered = self._lower(call)
+        if not self._options.rewrite_small:
+            check_size(call)
         key = self._mask_key(call, lowered)
         mask = self._find_mask(key, call)
         found = mask is not None

@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):
         # The workers share the cores: threads of each would only wait for those of the others.
         torch.set_num_threads(1)
+    # Tests are small: on a GPU the pass would keep most of their calls flex.
+    os.environ.setdefault("TREE_ATTN_REWRITE_SMALL", "1")
     # A failing example must fail again on the next machine, and a slow one is no failure.
     from hypothesis import HealthCheck, settings
 

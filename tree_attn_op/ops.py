@@ -347,6 +347,12 @@ def _block_lists_in_torch(
     return blocks.lists_of(states)
 
 
+def forget_plans() -> None:
+    """Have all calls on a GPU checked and decided anew, as after a change of Triton's settings."""
+    for plans in (_forward_plans, _backward_plans, _block_list_plans):
+        plans.clear()
+
+
 def flex_lists(
     predicate: Predicate,
     q_vals: Tensor,

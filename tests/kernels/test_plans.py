@@ -88,6 +88,12 @@ def test_settings_are_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.backends.cuda.matmul.fp32_precision = before
     assert plans.run(decide, _arguments()) == 4
     assert plans.run(decide, _arguments(), dtype) == 1
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert plans.run(decide, _arguments()) == 5
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plans.run(decide, _arguments()) == 4
 
 
 def test_other_tensors_alike_are_not_decided_again() -> None:

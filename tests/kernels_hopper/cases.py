@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from tree_attn_op.blocks import BlockLists, build, cdiv, dense_meaning, lists_of
 from tree_attn_op.kernels.choice import hopper_list_blocks
 from tree_attn_op.kernels.hopper import backward, forward
+from tree_attn_op.kernels.hopper.backward import Form
 from tree_attn_op.kernels.hopper.configs import Config
-from tree_attn_op.kernels.hopper.fast_backward import fast_backward
 from tree_attn_op.predicate import Predicate
 
 
@@ -132,23 +133,13 @@ class Problem:
         )  # fmt: skip
 
     def backward(
-        self, out: Tensor, lse: Tensor, dkdv: Config | None = None, dq: Config | None = None
+        self, out: Tensor, lse: Tensor, form: Form = "deterministic", **configs: Config
     ) -> tuple[Tensor, Tensor, Tensor]:
         lists = self.lists
         return backward(
             self.grad_out, self.grad_lse, self.query, self.key, self.value, out, lse,
             self.q_vals, self.k_vals, self.case.predicate, *lists.tensors,
-            lists.q_block_size, lists.kv_block_size, self.scale, dkdv, dq,
-        )  # fmt: skip
-
-    def fast_backward(
-        self, out: Tensor, lse: Tensor, config: Config | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lists = self.lists
-        return fast_backward(
-            self.grad_out, self.grad_lse, self.query, self.key, self.value, out, lse,
-            self.q_vals, self.k_vals, self.case.predicate, *lists.tensors[4:],
-            lists.q_block_size, lists.kv_block_size, self.scale, config,
+            lists.q_block_size, lists.kv_block_size, self.scale, form, **configs,
         )  # fmt: skip
 
     def expected(self) -> dict[str, Tensor]:
@@ -206,8 +197,8 @@ class poisoned_memory:
         torch.utils.deterministic.fill_uninitialized_memory = self.before[1]
 
 
-def errors(case: Case, seed: int, parts: str) -> dict[str, float]:
-    """Relative errors of a case's results; ``parts`` is "forward", "backward" or "fast".
+def errors(case: Case, seed: int, parts: Literal["forward"] | Form) -> dict[str, float]:
+    """Relative errors of a case's results; ``parts`` is "forward" or a form of the backward.
 
     A backward starts from the definition's out and lse, so that it is judged by itself.
     """
@@ -218,8 +209,7 @@ def errors(case: Case, seed: int, parts: str) -> dict[str, float]:
             actual = dict(zip(("out", "lse"), problem.forward(), strict=True))
         else:
             out, lse = expected["out"].to(case.dtype), expected["lse"].float()
-            backward = problem.fast_backward if parts == "fast" else problem.backward
-            grads = backward(out, lse)
+            grads = problem.backward(out, lse, parts)
             actual = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return {name: relative_error(tensor, expected[name]) for name, tensor in actual.items()}
 

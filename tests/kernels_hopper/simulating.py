@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tree_attn_op.kernels.hopper.fast_backward  # noqa: F401 - the package is run below
+import tree_attn_op.kernels.hopper  # noqa: F401 - the package is run below
 from tree_attn_op.kernels.launching import Output
 
 PACKAGE = "tree_attn_op.kernels.hopper."
@@ -584,9 +584,29 @@ class _BackwardPreparation:
         return _pair_order(by_query), counts, entries, schedule, stats
 
 
-def _finish_dq(acc: Tensor, dq: Tensor, scale: float) -> None:
-    rows = acc.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(-3).flatten(2, 5)
-    dq.copy_(scale * rows[:, :, : dq.shape[2], : dq.shape[3]])
+def _form_launch(count: int, step_tiles: int, least: int) -> Callable[..., None]:
+    def launch(counts: Tensor, active: Tensor) -> None:
+        fast = int(counts.double().sum() * step_tiles >= least * count)
+        active.copy_(torch.tensor([fast, 1 - fast]))
+
+    return launch
+
+
+def _zero_launch(count: int) -> Callable[..., None]:
+    def launch(sums: Tensor, active: Tensor) -> None:
+        sums.fill_(0.0 if active[0] else float("nan"))
+
+    return launch
+
+
+def _finish_launch(acc: Tensor, dq: Tensor, scale: float, conditional: bool) -> Any:
+    def launch(acc: Tensor, dq: Tensor, active: Tensor) -> None:
+        if conditional and not active[0]:
+            return
+        rows = acc.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(-3).flatten(2, 5)
+        dq.copy_(scale * rows[:, :, : dq.shape[2], : dq.shape[3]])
+
+    return launch
 
 
 @contextmanager
@@ -598,15 +618,13 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
         late: loads land when their barrier is waited for, instead of at once.
     """
     functions = _as_python()
-    hosts = {
-        name: sys.modules[PACKAGE + name] for name in ("forward", "backward", "fast_backward")
-    }
+    hosts = {name: sys.modules[PACKAGE + name] for name in ("forward", "backward")}
     patches = [
         mock.patch.object(host, "multiprocessors", return_value=blocks) for host in hosts.values()
     ]
     for host, kernel in (
         ("forward", "forward_kernel"), ("backward", "dq_kernel"), ("backward", "dkdv_kernel"),
-        ("fast_backward", "fast_backward_kernel"),
+        ("backward", "fast_backward_kernel"),
     ):  # fmt: skip
         names = [p.name for p in getattr(hosts[host], kernel).params]
         launcher = _Launcher(functions[kernel], names, late)
@@ -614,8 +632,9 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
     patches += [
         mock.patch.object(hosts["forward"], "RowSchedule", _RowSchedule),
         mock.patch.object(hosts["backward"], "BackwardPreparation", _BackwardPreparation),
-        mock.patch.object(hosts["fast_backward"], "BackwardPreparation", _BackwardPreparation),
-        mock.patch.object(hosts["fast_backward"], "finish_dq", _finish_dq),
+        mock.patch.object(hosts["backward"], "form_launch", _form_launch),
+        mock.patch.object(hosts["backward"], "zero_launch", _zero_launch),
+        mock.patch.object(hosts["backward"], "finish_launch", _finish_launch),
     ]
     with ExitStack() as stack:
         for patch in patches:

@@ -16,7 +16,8 @@ SCRIPT = """
 import torch
 from tree_attn_op.blocks import lists_of
 from tests.kernels_hopper.simulating import _BackwardPreparation, _pair_order, _row_schedule
-from tree_attn_op.kernels.hopper.fast_backward import finish_dq
+from tree_attn_op.kernels.hopper.dq_sums import finish_launch
+from tree_attn_op.kernels.hopper.form import form_launch, zero_launch
 from tree_attn_op.kernels.hopper.prepare import BackwardPreparation, RowSchedule
 
 torch.manual_seed(20261130)
@@ -97,8 +98,31 @@ for width, columns in ((64, 24), (128, 128)):
     # Rows 16 a + 8 b + c, columns 8 d + 2 e + f; found at [d, a, c, e, b, f].
     acc = sums.view(2, 3, 2, 4, 2, 8, width // 8, 4, 2).permute(0, 1, 2, 6, 3, 5, 7, 4, 8)
     dq = torch.full((2, 70, 3, columns), torch.nan).transpose(1, 2)
-    finish_dq(acc.contiguous(), dq, 0.5)
+    acc = acc.contiguous()
+    wanted, left = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    finish_launch(acc, dq, 0.5, False)(acc, dq, left)
     torch.testing.assert_close(dq, 0.5 * sums[:, :, :70, :columns])
+    before = dq.clone()
+    finish = finish_launch(acc, dq, 2.0, True)
+    finish(acc, dq, left)
+    assert torch.equal(dq, before)
+    finish(acc, dq, wanted)
+    torch.testing.assert_close(dq, 2.0 * sums[:, :, :70, :columns])
+
+counts = torch.randint(0, 9, (2, 700, 2), dtype=torch.int32)
+mean = counts.sum() / 1400
+active = torch.empty(2, dtype=torch.int32)
+for tiles in (1, 2):
+    for least in (0, int(mean * tiles), int(mean * tiles) + 1, 100):
+        fast = int(mean * tiles >= least)
+        form_launch(1400, tiles, least)(counts, active)
+        assert active.tolist() == [fast, 1 - fast]
+acc = torch.ones(5000)
+zero_launch(5000)(acc, left)
+assert (acc == 1).all()
+zero_launch(4999)(acc, wanted)
+assert (acc[:4999] == 0).all()
+assert acc[4999] == 1
 print("fine")
 """
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from tests.kernels.repeated import check_repeated, recorded
 from tree_attn_op.kernels import hopper
+from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import Case, Problem
 
@@ -54,3 +55,8 @@ def test_launches(case: Case, full: bool) -> None:
         launches = stack.enter_context(recorded())
         check_repeated(hopper.plan_forward, forward, launches)
         check_repeated(hopper.plan_backward, backward, launches)
+        # Long rows: both forms are launched.
+        stack.enter_context(mock.patch.dict(LONG_ROWS, {1: 0, 2: 0}))
+        kept = len(launches)
+        check_repeated(hopper.plan_backward, backward, launches)
+        assert len(launches) > kept

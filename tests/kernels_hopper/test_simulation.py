@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
+
+from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import LIMITS, Case, Problem, relative_error
 from .simulating import simulated
@@ -31,9 +35,28 @@ def test_simulation(case: Case, blocks: int, late: bool, seed: int) -> None:
     with simulated(blocks, late):
         results = dict(zip(("out", "lse"), problem.forward(), strict=True))
         out, lse = expected["out"].to(case.dtype), expected["lse"].float()
-        results |= zip(("dq", "dk", "dv"), problem.backward(out, lse), strict=True)
-        fast = zip(("dq", "dk", "dv"), problem.fast_backward(out, lse), strict=True)
-        results |= {f"fast {name}": gradient for name, gradient in fast}
+        for form in ("deterministic", "fast"):
+            gradients = zip(("dq", "dk", "dv"), problem.backward(out, lse, form), strict=True)
+            results |= {f"{form} {name}": gradient for name, gradient in gradients}
     for name, result in results.items():
-        error = relative_error(result, expected[name.removeprefix("fast ")])
+        error = relative_error(result, expected[name.split()[-1]])
         assert error < LIMITS[torch.bfloat16], name
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_simulation_of_a_choice_on_the_device(fast: bool, seed: int) -> None:
+    problem = Problem(CASES[1], seed, device="cpu")
+    expected = problem.expected()
+    out, lse = expected["out"].to(problem.case.dtype), expected["lse"].float()
+    least = 0 if fast else 1000
+    with simulated(3, False), mock.patch.dict(LONG_ROWS, {1: least}):
+        results = {
+            form: problem.backward(out, lse, form)
+            for form in ("by length", "fast", "deterministic")
+        }
+    for mine, same in zip(
+        results["by length"], results["fast" if fast else "deterministic"], strict=True
+    ):
+        assert torch.equal(mine, same)
+    # Which of the two it was can be told from dQ.
+    assert not torch.equal(results["fast"][0], results["deterministic"][0])

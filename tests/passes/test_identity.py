@@ -42,6 +42,9 @@ def test_uuid_tells_options_apart() -> None:
     assert lists == TreeAttentionPass()
     assert lists != predicate
     assert len({lists, predicate, TreeAttentionPass()}) == 2
+    small, large = (TreeAttentionPass(rewrite_small=small) for small in (True, False))
+    assert small.uuid() != large.uuid()
+    assert small != large
 
 
 def test_uuid_follows_the_sources(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def copy_sources(root: Path) -> Path:
 
 
 def test_pickles_without_its_report() -> None:
-    graph_pass = TreeAttentionPass(plan="predicate")
+    graph_pass = TreeAttentionPass(plan="predicate", rewrite_small=True)
     fresh = pickle.dumps(graph_pass)
     graph_pass.report.extend([passes.CallReport(rewritten=True, predicate="True")])
     assert pickle.dumps(graph_pass) == fresh
@@ -77,6 +80,19 @@ def test_pickles_without_its_report() -> None:
     assert copy == graph_pass
     assert copy.uuid() == graph_pass.uuid()
     assert len(copy.report) == 0
+
+
+def test_rewrite_small_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TREE_ATTN_REWRITE_SMALL", raising=False)
+    assert PassOptions().rewrite_small is False
+    monkeypatch.setenv("TREE_ATTN_REWRITE_SMALL", "1")
+    assert PassOptions().rewrite_small is True
+    assert PassOptions(rewrite_small=False).rewrite_small is False
+    monkeypatch.setenv("TREE_ATTN_REWRITE_SMALL", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
+        PassOptions()
+    with pytest.raises(TypeError, match="must be a bool or None, got 1"):
+        PassOptions(rewrite_small=1)  # type: ignore[arg-type]
 
 
 def test_unknown_plan() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from passes import TreeAttentionPass
+from passes.checks import check_size
 from passes.flex_call import (
     FLEX_ATTENTION,
     KeepFlex,
@@ -328,6 +330,46 @@ def test_calls_that_flex_decodes(change: dict[str, Any], decodes: bool) -> None:
     assert uses_decoding_kernel(read_flex_call(node)) == decodes
     if decodes:
         assert "decoding kernel" in reason_of(gm)
+
+
+@pytest.mark.parametrize(
+    ("change", "small"),
+    [
+        ({"length": 2048}, True),
+        ({"length": 2048, "device": "cpu"}, False),
+        ({"length": 32768}, False),
+        ({"length": 256, "kv_length": 4096}, True),
+        ({"length": 8192, "heads": 32}, False),
+    ],
+)
+def test_small_calls_on_a_gpu(
+    change: dict[str, Any], small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TREE_ATTN_REWRITE_SMALL", raising=False)
+    gm = call_graph(**{"device": "cuda", **change})
+    (node,) = gm.graph.find_nodes(op="call_function", target=FLEX_ATTENTION)
+    call = read_flex_call(node)
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        check_size(call)
+    if not small:
+        check_size(call)
+        return
+    with pytest.raises(KeepFlex, match="busy for less time than the op's launches take") as kept:
+        check_size(call)
+    assert "rewrite_small=True" in str(kept.value.hint)
+    assert "busy for less time" in reason_of(gm)
+
+
+@pytest.mark.parametrize("rewrite_small", [False, True])
+def test_small_calls_are_rewritten_if_wanted(
+    rewrite_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("passes.rewrite.check_size", asked.append)
+    graph_pass = TreeAttentionPass(rewrite_small=rewrite_small)
+    graph_pass(call_graph().graph)
+    assert [call.rewritten for call in graph_pass.report] == [True]
+    assert len(asked) == (not rewrite_small)
 
 
 def call_graph(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from unittest import mock
 
 # Each tensor in an allocation of its own, or reads beyond one would hit its neighbour unseen.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -23,10 +24,11 @@ from tests.attention_cases import operands
 from tests.fuzz.bounds import check_results, run_op
 from tests.fuzz.problems import Choices, draw
 from tests.malformed_lists import LENGTHS, malformed, mask_of, meaning
-from tree_attn_op import list_checks, tree_attention
+from tree_attn_op import list_checks, ops, tree_attention
+from tree_attn_op.kernels import configs
 from tree_attn_op.reference import reference_attention
 
-_SEEDS = range(6)
+_SEEDS = range(4)
 
 
 def _kernels() -> list[Choices]:
@@ -81,6 +83,15 @@ def main() -> int:
             problem = draw(seed, choices)
             check_results(problem, run_op(problem))
             print(f"right: {problem.description}")
+    if configs.device_of(torch.device("cuda")).family == "sm90":
+        from tree_attn_op.kernels.hopper.form import LONG_ROWS
+
+        with mock.patch.dict(LONG_ROWS, {1: 0}):
+            ops.forget_plans()
+            for seed in _SEEDS:
+                problem = draw(seed, _kernels()[0])
+                check_results(problem, run_op(problem))
+                print(f"right in the fast form: {problem.description}")
     for name, named, made in malformed():
         _malformed(name, named, made)
         print(f"right: {name}")

@@ -78,6 +78,10 @@ def with_copies(arguments: Sequence[Any], places: tuple[int, ...]) -> Arguments:
     return tuple(copied)
 
 
+# Asked of every backward: the Hopper kernels have a form that is faster, and one that is exact.
+_deterministic = torch.are_deterministic_algorithms_enabled
+
+
 def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
     """The key of a call.
 
@@ -92,7 +96,8 @@ def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
         else each
         for each in arguments
     ]
-    return (os.environ.get(ENVIRONMENT), precision, *described)
+    settings = (os.environ.get(ENVIRONMENT), precision, _deterministic())
+    return (*settings, *described)
 
 
 class Plans:

@@ -1,18 +1,27 @@
-"""Launch of the deterministic backward: dK and dV, then dQ."""
+"""Launches of the backward: dK and dV, then dQ, or all three at once, or what pays.
+
+The *deterministic* form takes seven products in two kernels and gives the same bits every time.
+The *fast* form takes five in one kernel and adds dQ up in memory, in an order that may differ from
+run to run (``dq_sums.py``). ``form.py`` chooses between them on the device.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tree_attn_op.kernels.choice import tma_can_read
 
 from ..launching import Launch, Output
 from ..plans import Plan, copies, with_copies
-from .configs import DKDV, DQ, Config
+from .configs import DKDV, DQ, FAST, Config
 from .dkdv_kernel import dkdv_kernel
 from .dq_kernel import dq_kernel
+from .dq_sums import finish_launch, sums_of
+from .fast_backward_kernel import fast_backward_kernel
+from .form import LONG_ROWS, form_launch, zero_launch
 from .launch import (
     LOG2E,
     boxes_of,
@@ -23,6 +32,8 @@ from .launch import (
     value_strides,
 )
 from .prepare import BackwardPreparation, Lists
+
+Form = Literal["deterministic", "fast", "by length"]
 
 
 class BackwardPlan:
@@ -51,16 +62,17 @@ class BackwardPlan:
         q_block_size: int,
         kv_block_size: int,
         scale: float,
+        form: Form | None = None,
         dkdv_config: Config | None = None,
         dq_config: Config | None = None,
+        fast_config: Config | None = None,
     ):
         batch, heads, q_len, width = query.shape
         kv_heads, kv_len, v_width = key.shape[1], key.shape[2], value.shape[3]
         group = heads // kv_heads
         packed = group % 2 == 0
         qk_chunks, v_chunks = chunks(width), chunks(v_width)
-        dkdv_config = dkdv_config or DKDV[max(qk_chunks, v_chunks)]
-        dq_config = dq_config or DQ[max(qk_chunks, v_chunks)]
+        wider = max(qk_chunks, v_chunks)
         self._grads = [Output.like(tensor, tensor.shape) for tensor in (query, key, value)]
         list_batches, _, q_tiles, kv_tiles = by_key[1].shape
         key_pairs = (kv_tiles + 1) // 2
@@ -69,42 +81,66 @@ class BackwardPlan:
         self._prepare = BackwardPreparation(
             out, grad_out, lse, grad_lse, by_query, by_key, stats_tiles
         )
+        long_rows = LONG_ROWS[wider]
+        if form is None:
+            # A causal mask lists half of the tiles on average, and few masks list more.
+            short = stats_tiles < 2 * long_rows
+            exact = short or torch.are_deterministic_algorithms_enabled()
+            form = "deterministic" if exact else "by length"
+        self._form = form
+        by_length = form == "by length"
+        self._active = Output.dense((2,), torch.int32, query.device)
+        self._choose = form_launch(list_batches * key_pairs, step_tiles, long_rows)
         blocks = multiprocessors(query.device)
         common = {
             **value_strides(q_vals, k_vals),
             "q_tiles": q_tiles, "batches": batch, "heads": heads, "q_len": q_len,
             "kv_len": kv_len, "stats_tiles": stats_tiles, "scale": scale,
-            "scale_log2": scale * LOG2E, "GROUP": group, "PROGRAM": program_of(predicate),
-            "Q_TAIL": q_len % q_block_size != 0, "KV_TAIL": kv_len % kv_block_size != 0,
-            "QK_CHUNKS": qk_chunks, "V_CHUNKS": v_chunks,
+            "scale_log2": scale * LOG2E, "CONDITIONAL": by_length, "GROUP": group,
+            "PROGRAM": program_of(predicate), "Q_TAIL": q_len % q_block_size != 0,
+            "KV_TAIL": kv_len % kv_block_size != 0, "QK_CHUNKS": qk_chunks, "V_CHUNKS": v_chunks,
+        }  # fmt: skip
+        by_pairs = {
+            **common, "list_batch_rows": key_pairs if list_batches > 1 else 0,
+            "key_pairs": key_pairs, "kv_heads": kv_heads, "STEP_TILES": step_tiles,
         }  # fmt: skip
         read = [boxes_of(tensor) for tensor in (query, grad_out, key, value)]
         dq, dk, dv = (boxes_of(output.sample()) for output in self._grads)
+        stats = statistics_of(self._prepare.stats.sample())
+        grid = (min(key_pairs * batch * kv_heads, blocks),)
+        options = {"num_warps": 4}
+        shape = (batch, heads, stats_tiles, 8 * qk_chunks, 4, 8, 4, 2, 2)
+        self._sums = Output.dense(shape, torch.float32, query.device)
+        sums = self._sums.sample()
+        self._zero = zero_launch(sums.numel())
+        self._finish = finish_launch(sums, self._grads[0].sample(), scale, by_length)
+        config = fast_config or FAST[wider]
+        self._fast = Launch(
+            fast_backward_kernel,
+            grid,
+            [*read, dk, dv, sums_of(sums, 8 * qk_chunks), stats],
+            {**by_pairs, **_shaped(config)},
+            options,
+        )
+        config = dkdv_config or DKDV[wider]
         self._dkdv = Launch(
             dkdv_kernel,
-            (min(key_pairs * batch * kv_heads, blocks),),
-            [*read, dk, dv, statistics_of(self._prepare.stats.sample())],
-            {
-                **common, "list_batch_rows": key_pairs if list_batches > 1 else 0,
-                "key_pairs": key_pairs, "kv_heads": kv_heads,
-                "STEP_HEADS": dkdv_config.step_heads, "STEP_TILES": step_tiles,
-                "STAGES": dkdv_config.stages, "REGISTERS": dkdv_config.registers,
-                "PRODUCER_REGISTERS": dkdv_config.producer_registers,
-            },
-            {"num_warps": 4},
-        )  # fmt: skip
+            grid,
+            [*read, dk, dv, stats],
+            {**by_pairs, **_shaped(config), "STEP_HEADS": config.step_heads},
+            options,
+        )
         head_items = heads // 2 if packed else heads
         self._dq = Launch(
             dq_kernel,
             (min(q_tiles * batch * head_items, blocks),),
             [*read, dq],
             {
-                **common, "list_batch_rows": q_tiles if list_batches > 1 else 0,
-                "kv_tiles": kv_tiles, "head_items": head_items, "PACKED": packed,
-                "STAGES": dq_config.stages, "REGISTERS": dq_config.registers,
-                "PRODUCER_REGISTERS": dq_config.producer_registers,
+                **common, **_shaped(dq_config or DQ[wider]), "kv_tiles": kv_tiles,
+                "list_batch_rows": q_tiles if list_batches > 1 else 0,
+                "head_items": head_items, "PACKED": packed,
             },
-            {"num_warps": 4},
+            options,
         )  # fmt: skip
 
     def __call__(
@@ -136,15 +172,36 @@ class BackwardPlan:
             (q_counts, q_indices, full_q_counts, full_q_indices),
             (counts, tiles, full_counts, full_tiles),
         )  # fmt: skip
-        self._dkdv(
-            query, grad_out, key, value, dk, dv, stats, q_vals, k_vals,
-            order, merged_counts, entries,
-        )  # fmt: skip
-        self._dq(
-            query, grad_out, key, value, dq, stats, q_vals, k_vals,
-            schedule, tiles, tiles if full_tiles is None else full_tiles,
-        )  # fmt: skip
+        form = self._form
+        by_length = form == "by length"
+        active = merged_counts
+        if by_length:
+            active = self._active()
+            self._choose(merged_counts, active)
+        inputs = (query, grad_out, key, value)
+        items = (q_vals, k_vals, order, merged_counts, entries, active)
+        if form != "deterministic":
+            sums = self._sums()
+            if by_length:
+                self._zero(sums, active)
+            else:
+                sums.zero_()
+            self._fast(*inputs, dk, dv, sums, stats, *items)
+            self._finish(sums, dq, active)
+            if form == "fast":
+                return dq, dk, dv
+        self._dkdv(*inputs, dk, dv, stats, *items)
+        full_tiles = tiles if full_tiles is None else full_tiles
+        self._dq(*inputs, dq, stats, q_vals, k_vals, schedule, tiles, full_tiles, active)
         return dq, dk, dv
+
+
+def _shaped(config: Config) -> dict[str, int]:
+    return {
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+    }
 
 
 def copies_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -190,13 +247,18 @@ def backward(
     q_block_size: int,
     kv_block_size: int,
     scale: float,
+    form: Form | None = None,
     dkdv_config: Config | None = None,
     dq_config: Config | None = None,
+    fast_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as of the op ``tree_attention_backward``.
 
     The call must be one that the Hopper kernels take; the configs override the choice by head dim.
-    The same input gives the same bits: no atomics.
+
+    Args:
+        form: None for the deterministic form if ``torch.use_deterministic_algorithms`` asks for
+            it, else for the one that pays. dK and dV are the same bits every time in each form.
 
     Returns:
         ``(dq, dk, dv)`` in the dtypes and layouts of query, key and value.
@@ -209,5 +271,6 @@ def backward(
     arguments = with_copies(arguments, copies_of(arguments))
     sizes = (q_block_size, kv_block_size, scale)
     lists = (arguments[10:14], arguments[14:18])
-    plan = BackwardPlan(*(*arguments[:10], *lists, *sizes, dkdv_config, dq_config))
+    configs = (dkdv_config, dq_config, fast_config)
+    plan = BackwardPlan(*(*arguments[:10], *lists, *sizes, form, *configs))
     return plan(*arguments)

@@ -28,4 +28,5 @@ class Config:
 FORWARD = {1: Config(stages=4), 2: Config(stages=2)}
 DQ = {1: Config(stages=2), 2: Config(stages=2)}
 DKDV = {1: Config(stages=2), 2: Config(stages=2)}
+FAST = {1: Config(stages=4), 2: Config(stages=2)}
 """By the number of 64-column chunks of the wider of the two head dims."""

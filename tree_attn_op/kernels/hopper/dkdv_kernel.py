@@ -221,15 +221,17 @@ _SIZES = (
 @gluon.jit(do_not_specialize=_SIZES)
 def dkdv_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, q_vals, k_vals,
-    order, counts, entries,
+    order, counts, entries, active,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, key_pairs, q_tiles,
     batches, kv_heads, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
-    GROUP: gl.constexpr, STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
-    PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
-    QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, STEP_HEADS: gl.constexpr,
+    STEP_TILES: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
+    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of all keys; see ``backward.py`` for the arguments."""
+    if CONDITIONAL:
+        key_pairs = key_pairs * gl.load(active + 1)
     dtype: gl.constexpr = q_desc.dtype
     BOX: gl.constexpr = q_desc.layout
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

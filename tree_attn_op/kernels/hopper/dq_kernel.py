@@ -31,14 +31,15 @@ from .schedule import (
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars, lists, kv_len,
+    q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars, lists, rows,
+    kv_len,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     q_full, k_full, k_empty, v_full, v_empty = bars
     step = 0
     q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
-    for turn in range(turns_of_block(rows_of(lists))):
+    for turn in range(turns_of_block(rows)):
         next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
             turn + 1, lists
         )
@@ -127,7 +128,7 @@ def _rows_of_consumer(
 @gluon.jit
 def _consumer(
     GROUP_INDEX: gl.constexpr, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars,
-    lists, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+    lists, rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
     Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -153,7 +154,7 @@ def _consumer(
     head, q_token, row_lse, row_delta = _rows_of_consumer(
         batch, head, q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
     )
-    for turn in range(turns_of_block(rows_of(lists))):
+    for turn in range(turns_of_block(rows)):
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         mbarrier.wait(q_full, turn & 1)
@@ -228,11 +229,12 @@ _SIZES = (
 @gluon.jit(do_not_specialize=_SIZES)
 def dq_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, stats, q_vals, k_vals,
-    schedule, partial_tiles, full_tiles,
+    schedule, partial_tiles, full_tiles, active,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, q_tiles, kv_tiles,
     batches, head_items, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
-    GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
-    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
+    PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
+    QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of all rows; see ``backward.py`` for the arguments."""
@@ -265,14 +267,17 @@ def dq_kernel(
         schedule, partial_tiles, full_tiles,
         list_batch_rows, q_tiles, kv_tiles, batches, head_items,
     )  # fmt: skip
+    rows = rows_of(lists)
+    if CONDITIONAL:
+        rows = rows * gl.load(active + 1)
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
     gl.warp_specialize([
         (_consumer, (0, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, lists,
-                     values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+                     rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
                      GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS)),
         (_consumer, (1, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, lists,
-                     values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+                     rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
                      GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars,
-                     lists, kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
+                     lists, rows, kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
     ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -9,7 +9,7 @@ one's arithmetic runs beside the other's products.
 
 dQ is summed over work items by bulk reductions of the TMA unit into a buffer of float32, in an
 order that differs from run to run. What lies where in the buffer is the accumulators' own order
-(see ``finish_dq``), so that it passes through shared memory in stores of 16 bytes without bank
+(see ``dq_sums.py``), so that it passes through shared memory in stores of 16 bytes without bank
 conflicts.
 """
 
@@ -438,15 +438,17 @@ _SIZES = (
 @gluon.jit(do_not_specialize=_SIZES)
 def fast_backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, acc_desc, stats_desc, q_vals, k_vals,
-    order, counts, entries,
+    order, counts, entries, active,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, key_pairs, q_tiles,
     batches, kv_heads, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
-    GROUP: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
-    PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
+    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, STEP_TILES: gl.constexpr,
+    STAGES: gl.constexpr, PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of all keys, and their shares of dQ; see ``fast_backward.py``."""
+    """dK and dV of all keys, and their shares of dQ; see ``backward.py``."""
+    if CONDITIONAL:
+        key_pairs = key_pairs * gl.load(active)
     dtype: gl.constexpr = q_desc.dtype
     BOX: gl.constexpr = q_desc.layout
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

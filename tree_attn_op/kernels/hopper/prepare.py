@@ -341,6 +341,7 @@ class BackwardPreparation:
         list_batches, _, key_tiles, q_tiles = by_query[1].shape
         key_pairs = (key_tiles + 1) // 2
         items = key_pairs * list_batches
+        self._counts = 2 * items
         entries = q_tiles * items
         schedule = 8 * q_tiles * list_batches if by_key is not None else 0
         scratch = (2 * items, entries, items, schedule, triton.cdiv(entries, 2))
@@ -381,6 +382,7 @@ class BackwardPreparation:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         pieces = self._scratch().split_with_sizes(self._pieces)
         counts, entries, order, schedule, states = pieces
+        counts = counts[: self._counts]
         stats = self.stats()
         self._launch(
             out, grad_out, lse, lse if grad_lse is None else grad_lse, stats,
