@@ -78,10 +78,6 @@ def with_copies(arguments: Sequence[Any], places: tuple[int, ...]) -> Arguments:
     return tuple(copied)
 
 
-# Asked of every backward: the Hopper kernels have a form that is faster, and one that is exact.
-_deterministic = torch.are_deterministic_algorithms_enabled
-
-
 def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
     """The key of a call.
 
@@ -96,8 +92,9 @@ def call_key(arguments: Arguments, dtype: torch.dtype | None = None) -> Any:
         else each
         for each in arguments
     ]
-    settings = (os.environ.get(ENVIRONMENT), precision, _deterministic())
-    return (*settings, *described)
+    # The Hopper backward has a form that is faster, and one that is the same bits every time.
+    exact = torch.are_deterministic_algorithms_enabled()
+    return (os.environ.get(ENVIRONMENT), precision, exact, *described)
 
 
 class Plans:

@@ -89,8 +89,6 @@ class BackwardPlan:
             form = "deterministic" if exact else "by length"
         self._form = form
         by_length = form == "by length"
-        self._active = Output.dense((2,), torch.int32, query.device)
-        self._choose = form_launch(list_batches * key_pairs, step_tiles, long_rows)
         blocks = multiprocessors(query.device)
         common = {
             **value_strides(q_vals, k_vals),
@@ -109,19 +107,21 @@ class BackwardPlan:
         stats = statistics_of(self._prepare.stats.sample())
         grid = (min(key_pairs * batch * kv_heads, blocks),)
         options = {"num_warps": 4}
-        shape = (batch, heads, stats_tiles, 8 * qk_chunks, 4, 8, 4, 2, 2)
-        self._sums = Output.dense(shape, torch.float32, query.device)
-        sums = self._sums.sample()
-        self._zero = zero_launch(sums.numel())
-        self._finish = finish_launch(sums, self._grads[0].sample(), scale, by_length)
-        config = fast_config or FAST[wider]
-        self._fast = Launch(
-            fast_backward_kernel,
-            grid,
-            [*read, dk, dv, sums_of(sums, 8 * qk_chunks), stats],
-            {**by_pairs, **_shaped(config)},
-            options,
-        )
+        if form != "deterministic":
+            self._active = Output.dense((2,), torch.int32, query.device)
+            self._choose = form_launch(list_batches * key_pairs, step_tiles, long_rows)
+            shape = (batch, heads, stats_tiles, 8 * qk_chunks, 4, 8, 4, 2, 2)
+            self._sums = Output.dense(shape, torch.float32, query.device)
+            sums = self._sums.sample()
+            self._zero = zero_launch(sums.numel())
+            self._finish = finish_launch(sums, self._grads[0].sample(), scale, by_length)
+            self._fast = Launch(
+                fast_backward_kernel,
+                grid,
+                [*read, dk, dv, sums_of(sums, 8 * qk_chunks), stats],
+                {**by_pairs, **_shaped(fast_config or FAST[wider])},
+                options,
+            )
         config = dkdv_config or DKDV[wider]
         self._dkdv = Launch(
             dkdv_kernel,
