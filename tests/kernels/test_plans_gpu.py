@@ -82,6 +82,22 @@ def test_the_second_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         OPS.tree_attention(*arguments[:-1], 0.123)
 
 
+def test_plain_tensors_are_not_dispatched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = _arguments()
+    want, _ = OPS.tree_attention(*arguments)
+
+    def redispatch(*arguments: object) -> None:
+        raise AssertionError("dispatched again")
+
+    monkeypatch.setattr(torch._ops.OpOverload, "redispatch", redispatch)
+    with torch.no_grad():
+        assert torch.equal(OPS.tree_attention(*arguments)[0], want)
+    arguments[0] = arguments[0].detach().requires_grad_()
+    out, _ = OPS.tree_attention(*arguments)
+    out.sum().backward()
+    assert torch.equal(out, want)
+
+
 def test_numbers_of_lists_are_checked_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = _arguments()
     OPS.tree_attention(*arguments)
