@@ -24,10 +24,11 @@ from .flex_call import (
     uses_decoding_kernel,
 )
 
-SMALL_CALL = 2e11
+SMALL_CALL = 3e11
 """Floating-point operations of a call's whole forward rectangle, ``4 * B * Hq * Q * K * D``, from
-which on a GPU is busy for longer than the op's launches take the CPU. Measured on an H200
-(``bench/launch_overhead.py``): 2k tokens, 32 heads, D=128 are 0.7e11."""
+which on flex keeps a GPU busy for longer than the op's launches take the CPU. 2k tokens, 32 heads,
+D=128 are 0.7e11; there an H200 needs 83 us for flex and the CPU 358 us for a rewritten call, with
+the backward 451 and 1703 (``bench/launch_overhead.py``): 4 times as much."""
 
 _HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"cpu": (*_HALF_AND_SINGLE, torch.float64), "cuda": _HALF_AND_SINGLE}

@@ -339,7 +339,7 @@ def test_calls_that_flex_decodes(change: dict[str, Any], decodes: bool) -> None:
         ({"length": 2048, "device": "cpu"}, False),
         ({"length": 32768}, False),
         ({"length": 256, "kv_length": 4096}, True),
-        ({"length": 8192, "heads": 32}, False),
+        ({"length": 16384, "heads": 16}, False),
     ],
 )
 def test_small_calls_on_a_gpu(

@@ -200,5 +200,6 @@ def test_inputs_that_inductor_lays_out_anew(layout: str) -> None:
     for run in (torch.compile(model, fullgraph=True), model):
         out = run(x)
         results.append((out, *torch.autograd.grad(out.sum(), x)))
+    # Inductor rounds fewer intermediates to bfloat16, so that single elements differ by more.
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
+        assert (got - want).float().norm() < 1e-2 * want.float().norm()
