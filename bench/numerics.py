@@ -75,6 +75,9 @@ def settings() -> list[Setting]:
 
 def measure(setting: Setting, names: Sequence[str], device: str) -> list[Row]:
     """The errors of the named implementations."""
+    # Else flex's kernels of the last problem are compiled anew for any size, and it falls back to
+    # its dense form after a few.
+    torch._dynamo.reset()
     problem = Problem.make(setting.workload, setting.heads, setting.dtype, device)
     n = problem.tree.num_tokens
     sample = sample_of(n, _SAMPLE, device) if n >= _SAMPLED_FROM else None

@@ -39,9 +39,9 @@ class Run(NamedTuple):
 
 
 def recorded_runs(folder: Path) -> Iterator[Run]:
-    """For each GPU and dtype the newest run of ``python -m bench.numerics``.
+    """For each GPU and dtype the newest run of ``python -m bench.numerics`` and of the benchmark.
 
-    Where there is none, that of ``python -m bench``, which also records errors.
+    ``python -m bench`` records errors as well, of other workloads.
     """
     found = [
         (read is _of_numerics, run)
@@ -51,8 +51,8 @@ def recorded_runs(folder: Path) -> Iterator[Run]:
     ]
     found.sort(key=lambda one: (one[0], one[1].environment["date"]), reverse=True)
     shown = set()
-    for _, run in found:
-        key = (run.environment["GPU"], run.dtype)
+    for kind, run in found:
+        key = (kind, run.environment["GPU"], run.dtype)
         if key not in shown:
             shown.add(key)
             yield run
