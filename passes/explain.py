@@ -30,7 +30,9 @@ def explain(
     """Compile and run ``fn`` once, and report what the pass does with each flex_attention call.
 
     The function is traced anew whatever has been compiled before, nothing goes through Inductor's
-    caches, and what has been compiled stays. The function does run, with all its side effects.
+    caches, and what has been compiled stays. The function does run, with all its side effects. A
+    mode of another torch.compile is not known here: under ``mode="reduce-overhead"`` small calls,
+    which this reports as kept, are rewritten as well.
 
     Args:
         fn: a function or module; one that torch.compile returned is explained as what it wraps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tree_attn_op import ops
 from tree_attn_op.kernels import choice
 from tree_attn_op.kernels.plans import Plans, call_key, copies, with_copies
 from tree_attn_op.layout import sequence_major
@@ -256,3 +258,37 @@ def test_block_list_launches(refine: bool) -> None:
         calls.append([q_vals, k_vals, predicate, 300, 300, *given, 128, 128, 64, 64, True])
     with recorded() as launches:
         check_repeated(block_lists.plan_block_lists, calls, launches)
+
+
+def test_three_substitutes_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are made, a query copied for the portable kernels, a gradient for the Hopper ones."""
+    case = Case(
+        heads=8, kv_heads=2, q_len=256, kv_len=256, dim=128, blocks=(64, 64), last_stride=2,
+        dtype=torch.bfloat16, value_range=(0, 256),
+    )  # fmt: skip
+    inputs = make_inputs(case, "cpu")
+    made: list[str] = []
+
+    class Done:
+        substitute = None
+
+        def __init__(self, *arguments: Any):
+            made.append("hopper")
+
+        def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+            return arguments[2:5]
+
+    monkeypatch.setattr(ops, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(configs, "device_of", lambda device: configs.CUDA_DEVICES[90])
+    backward = importlib.import_module("tree_attn_op.kernels.hopper.backward")
+    monkeypatch.setattr(backward, "BackwardPlan", Done)
+    grad_out = torch.randn(128, dtype=torch.bfloat16).expand(1, 8, 256, 128)
+    out, lse = torch.randn(1, 8, 256, 128, dtype=torch.bfloat16), torch.randn(1, 8, 256)
+    mask = (inputs.q_vals, inputs.k_vals, case.predicate, *inputs.key_lists, *(None,) * 4)
+    ops.forget_plans()
+    ops._backward(
+        *(grad_out, None, inputs.query, inputs.key, inputs.value, out, lse, *mask),
+        *(64, 64, case.softmax_scale),
+    )
+    ops.forget_plans()
+    assert made == ["hopper"]

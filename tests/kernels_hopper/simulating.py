@@ -486,8 +486,10 @@ def _heaviest_first(cost: Tensor) -> Tensor:
 
 def _pair_order(by_query: Any) -> Tensor:
     counts, _, full, _ = _of_tiles(by_query)
-    cost = torch.nn.functional.pad(counts + full, (0, counts.shape[1] % 2))
-    return _heaviest_first(cost.unflatten(1, (-1, 2)).sum(-1))
+    cost = torch.nn.functional.pad(counts + full, (0, counts.shape[1] % 2)).unflatten(1, (-1, 2))
+    order = _heaviest_first(cost.sum(-1))
+    listed = (cost > 0).int() @ torch.tensor([1, 2], dtype=torch.int32)
+    return 4 * order + listed.gather(1, order.long())
 
 
 def _row_schedule(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from tree_attn_op.blocks import BlockLists, lists_of
+from tree_attn_op.kernels.hopper.backward import Form
 from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import LIMITS, Case, Problem, relative_error
@@ -41,6 +43,22 @@ def test_simulation(case: Case, blocks: int, late: bool, seed: int) -> None:
     for name, result in results.items():
         error = relative_error(result, expected[name.split()[-1]])
         assert error < LIMITS[torch.bfloat16], name
+
+
+@pytest.mark.parametrize("form", ["deterministic", "fast"])
+def test_key_tiles_that_nobody_sees_may_hold_anything(form: Form, seed: int) -> None:
+    problem = Problem(Case("x", "True", 256, 256, heads=2, kv_heads=1, head_dim=64), seed, "cpu")
+    state = torch.full((1, 1, 4, 4), 2, dtype=torch.int8)
+    state[..., 1] = 0
+    problem.lists = BlockLists(*lists_of(state), 64, 64, 256, 256)
+    expected = problem.expected()
+    problem.key[:, :, 64:128] = torch.nan
+    problem.value[:, :, 64:128] = torch.inf
+    out, lse = expected["out"].to(problem.case.dtype), expected["lse"].float()
+    with simulated(3, False):
+        found = problem.backward(out, lse, form)
+    for name, gradient in zip(("dq", "dk", "dv"), found, strict=True):
+        assert relative_error(gradient, expected[name]) < LIMITS[torch.bfloat16], name
 
 
 @pytest.mark.parametrize("fast", [False, True])

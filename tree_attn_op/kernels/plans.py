@@ -25,8 +25,9 @@ from .choice import ENVIRONMENT
 LIMIT = 1024
 """Plans that are remembered of an op; beyond it the oldest are forgotten."""
 
-_SUBSTITUTES = 2
-"""Missing lists are made first, then dense copies."""
+_SUBSTITUTES = 3
+"""Missing lists are made first, then dense copies for the portable kernels; with those the Hopper
+kernels may serve the call, which want copies of their own."""
 
 
 Arguments = tuple[Any, ...]

@@ -38,7 +38,7 @@ def _producer(
     STEPS: gl.constexpr = GROUP // STEP_HEADS
     step = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
+        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
         if total > 0:
             if step > 0:
                 # K and V are read for the last time before the item's last step is freed.
@@ -147,7 +147,7 @@ def _consumer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
+        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, QK_CHUNKS * 64], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)

@@ -52,7 +52,7 @@ def _place(step, STAGES: gl.constexpr):
 @gluon.jit
 def _producer(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes, v_boxes, stats_boxes,
-    bars, codes, stats_tiles, heads,
+    bars, codes, kv_len, stats_tiles, heads,
     GROUP: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -61,13 +61,16 @@ def _producer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
+        batch, kv_head, key_pair, listed, entry_pointer, mixed, total = load_item(turn, codes)
         if total > 0:
             mbarrier.wait(kv_empty, (item & 1) ^ 1)
             item += 1
             mbarrier.expect(kv_full, 2 * (QK_CHUNKS + V_CHUNKS) * 64 * 64 * 2)
             for half in gl.static_range(2):
                 token = key_pair * 128 + half * 64
+                # dQ takes both tiles: one that nobody sees, which may hold anything, as zeros.
+                if (listed >> half) & 1 == 0:
+                    token = kv_len
                 load_rows(k_desc, batch, kv_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
                 load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
         code = load_entry(entry_pointer, 0, mixed, q_tiles)
@@ -335,7 +338,7 @@ def _consumer(
     step = 0
     item = 0
     for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, entry_pointer, mixed, total = load_item(turn, codes)
+        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, WIDTH], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)
@@ -504,6 +507,6 @@ def fast_backward_kernel(
                      heads, GROUP, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS,
                      V_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes,
-                     v_boxes, stats_boxes, bars, codes, stats_tiles, heads, GROUP, STEP_TILES,
-                     STAGES, QK_CHUNKS, V_CHUNKS)),
+                     v_boxes, stats_boxes, bars, codes, kv_len, stats_tiles, heads, GROUP,
+                     STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
     ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -169,7 +169,12 @@ def _order_pairs(
     rank = _ranks(
         counts, full_counts, mine, cost, key_pairs, key_tiles, 2, HAS_FULL, BLOCK, OTHERS
     )
-    tl.store(order + batch.to(tl.int64) * key_pairs + rank, mine, mine < key_pairs)
+    listed = tl.zeros_like(mine)
+    for half in tl.static_range(2):
+        tile_cost = _costs(counts, full_counts, 2 * mine + half, key_tiles, 1, HAS_FULL)
+        listed += (tile_cost > 0).to(tl.int32) << half
+    place = order + batch.to(tl.int64) * key_pairs + rank
+    tl.store(place, mine * 4 + listed, mine < key_pairs)
 
 
 @triton.jit
@@ -317,7 +322,8 @@ class BackwardPreparation:
       ``counts[..., 1]`` from the back are full for both. Both run from the last query tile to the
       first: keys of a branch have their last descendants in common, so that blocks that work on
       them side by side read the same queries.
-    - ``order`` ``[batch, key_pairs]``: the pairs by falling number of tiles in the two lists.
+    - ``order`` ``[batch, key_pairs]``: the pairs by falling number of tiles in the two lists, as
+      ``4 * pair + listed``, where bits 0 and 1 of ``listed`` say whose list is not empty.
       The number of entries, in which a tile of both lists counts once, would have to be waited
       for.
     - ``schedule``: what :class:`RowSchedule` returns.

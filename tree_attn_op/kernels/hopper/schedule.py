@@ -130,22 +130,24 @@ def load_item(turn, codes):
 
     Args:
         codes: ``(order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches,
-            kv_heads)``; ``order`` is ``[batch of lists, key_pairs]`` by falling cost, the next two
-            are what ``merge_lists`` returns.
+            kv_heads)``; the first three are what ``BackwardPreparation`` returns.
 
     Returns:
-        ``(batch, kv_head, key_pair, entry_pointer, mixed, total)``.
+        ``(batch, kv_head, key_pair, listed, entry_pointer, mixed, total)``; of ``listed`` bit 0
+        and bit 1 say whether any query sees the pair's first and second key tile.
     """
     order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads = codes
     position = position_of_turn(turn, key_pairs * batches * kv_heads)
     rank = position // (batches * kv_heads)
     rest = position % (batches * kv_heads)
     batch = rest // kv_heads
-    key_pair = gl.load(order + batch * list_batch_rows + rank)
+    code = gl.load(order + batch * list_batch_rows + rank)
+    key_pair = code >> 2
     row = batch * list_batch_rows + key_pair
     mixed = gl.load(counts + 2 * row)
     total = mixed + gl.load(counts + 2 * row + 1)
-    return batch, rest % kv_heads, key_pair, entries + row.to(gl.int64) * q_tiles, mixed, total
+    entry_pointer = entries + row.to(gl.int64) * q_tiles
+    return batch, rest % kv_heads, key_pair, code & 3, entry_pointer, mixed, total
 
 
 @gluon.jit
