@@ -362,6 +362,7 @@ def test_missing_triton_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ModuleNotFoundError("No module named 'triton'", name="triton.language")
 
     monkeypatch.setattr(ops.importlib, "import_module", import_module)
+    ops._kernels.cache_clear()
     with pytest.raises(RuntimeError, match="install triton"):
         ops._kernels("portable")
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.attention_cases import case, hand_made_lists, ids_case, operands, tree_case
 from tests.distributed.attention_checks import cp_mesh, mask_of
-from tree_attn_op import TreeMask
+from tree_attn_op import PrefixTree, TreeMask
 from tree_attn_op.distributed import (
     RankMismatchError,
     TreeLoadBalancer,
     context_parallel_attention,
+    context_parallel_loss_terms,
     context_parallel_mask,
     context_parallel_shard,
     context_parallel_unshard,
@@ -123,6 +125,47 @@ def calls() -> None:
     call()
 
 
+def masks_of_one_call() -> None:
+    """Masks and plans that fit on each rank, and are not the same ones."""
+    mesh, world_size = cp_mesh(), dist.get_world_size()
+    length = 32 * world_size
+    tree = mask_of(tree_case(length, (16, 16)))
+    other = TreeMask(tree.predicate, tree.q_vals, tree.k_vals - 1, tree.lists)
+    tiles = [[2 * rank, 2 * rank + 1] for rank in range(world_size)]
+    plan = TreeLoadBalancer(tiles, length, 16)
+    other_plan = TreeLoadBalancer(tiles[::-1], length, 16)
+    inputs = operands(1, (2, 2), (32, 32))
+    for different in ((other, plan), (tree, other_plan)):
+        ones = [context_parallel_mask(mesh, *pair) for pair in ((tree, plan), different)]
+        with refused("the mask or its load balancer differs"):
+            context_parallel_attention(*inputs, ones[is_last()])
+        for mask in ones:
+            context_parallel_attention(*inputs, mask)
+    # Also if masks were not compared when they were made.
+    mask = context_parallel_mask(mesh, other if is_last() else tree, plan, check=False)
+    with refused("the mask or its load balancer differs"):
+        context_parallel_attention(*inputs, mask)
+
+
+def modes() -> None:
+    """What surrounds the call decides which exchanges there are, and of what."""
+    mask = context_parallel_mask(cp_mesh(), a_tree())
+    inputs = operands(1, (2, 2), (mask.local.q_len,) * 2, dtype=torch.float32, requires_grad=True)
+    without = torch.no_grad() if is_last() else nullcontext()
+    with refused("whether query requires gradients is [1, "), without:
+        context_parallel_attention(*inputs, mask)
+    on_one = torch.autocast("cpu", torch.bfloat16, enabled=is_last())
+    with refused("the dtype of autocast is ['none', ", "'bfloat16'] by rank"), on_one:
+        context_parallel_attention(*inputs, mask)
+    of_two = torch.autocast("cpu", torch.bfloat16 if is_last() else torch.float16)
+    with refused("the dtype of autocast is ['float16', ", "'bfloat16'] by rank"), of_two:
+        context_parallel_attention(*inputs, mask)
+    # Without gradients there is no backward, whatever the reason.
+    with torch.no_grad() if is_last() else nullcontext():
+        detached = [x.detach().requires_grad_(is_last()) for x in inputs]
+        context_parallel_attention(*detached, mask)
+
+
 def different_calls() -> None:
     mask = context_parallel_mask(cp_mesh(), a_tree())
     inputs = operands(1, (2, 2), (mask.local.q_len,) * 2)
@@ -156,6 +199,12 @@ def arguments() -> None:
     mesh, world_size = cp_mesh(), dist.get_world_size()
     with pytest.raises(TypeError, match="mask must be a TreeMask, got BlockMask"):
         context_parallel_mask(mesh, a_tree().block_mask)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got ProcessGroup"):
+        context_parallel_mask(dist.group.WORLD, a_tree())
+    with pytest.raises(TypeError, match="load_balancer must be a TreeLoadBalancer or None, got"):
+        context_parallel_mask(mesh, a_tree(), [[0]])
+    with pytest.raises(TypeError, match="check must be a bool or None, got str"):
+        context_parallel_mask(mesh, a_tree(), check="no")
     with pytest.raises(ValueError, match="as many queries as keys, got 50 and 70"):
         context_parallel_mask(mesh, mask_of(ids_case(50, 70)))
     balancer = TreeLoadBalancer.contiguous(50, world_size + 1, 16)
@@ -175,15 +224,63 @@ def arguments() -> None:
         context_parallel_attention(*inputs, mask)
     with pytest.raises(ValueError, match=r"num_chunks must divide .* key heads 2, got 3"):
         context_parallel_attention(*inputs, mask, enable_gqa=True, num_chunks=3)
+    for option, value, message in (
+        ("num_chunks", 2.0, "must be an int, got 2.0"),
+        ("num_chunks", True, "must be an int, got True"),
+        ("reshard_after_forward", 1, "must be a bool, got int"),
+        ("reduce_dtype", "float32", "must be a floating-point torch.dtype or None, got str"),
+        ("reduce_dtype", torch.int32, "must be a floating-point torch.dtype or None, got torch.i"),
+        ("scale", "1", "must be a number, got '1'"),
+        ("scale", torch.tensor(1.0), "must be a number, got a Tensor"),
+        ("check", 1, "must be a bool or None, got int"),
+    ):
+        with pytest.raises(TypeError, match=f"{option} {message}"):
+            context_parallel_attention(*inputs, mask, enable_gqa=True, **{option: value})
+    distributed = [DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs]
+    for at, name in enumerate(("query", "key", "value")):
+        given = [*inputs[:at], distributed[at], *inputs[at + 1 :]]
+        with pytest.raises(TypeError, match=rf"{name} must be .* pass {name}.to_local\(\)"):
+            context_parallel_attention(*given, mask, enable_gqa=True)
+    with pytest.raises(AttributeError, match="immutable"):
+        mask.local = a_tree()
+    with pytest.raises(AttributeError, match="immutable"):
+        del mask.local
+
+
+def arguments_of_per_token_tensors() -> None:
+    mesh = cp_mesh()
+    mask = context_parallel_mask(mesh, a_tree())
     balancer = mask.load_balancer
+    here = balancer.lengths[dist.get_rank()]
+    distributed = DTensor.from_local(torch.zeros(50), mesh, [Replicate()], run_check=False)
+    for change, length in ((context_parallel_shard, 50), (context_parallel_unshard, here)):
+        good = torch.zeros(length)
+        for error, buffers, dims, message in (
+            (ValueError, [good], [1], r"seq_dims\[0\] must be a dimension of buffers\[0\], of"),
+            (ValueError, [torch.tensor(3)], [0], r"of shape \(\), got 0"),
+            (TypeError, [[1, 2]], [0], r"buffers\[0\] must be a Tensor.*, got list"),
+            (TypeError, good, [0], "buffers must be a sequence of Tensors.*, got Tensor"),
+            (TypeError, [good], 0, "seq_dims must be a sequence of ints, got int"),
+            (TypeError, [good], [0.0], r"seq_dims\[0\] must be an int, got 0.0"),
+            (TypeError, [distributed], [0], r"pass buffers\[0\].to_local\(\)"),
+        ):
+            with pytest.raises(error, match=message):
+                change(mesh, buffers, dims, balancer)
+        with pytest.raises(TypeError, match="load_balancer must be a TreeLoadBalancer, got Con"):
+            change(mesh, [good], [0], mask)
+    with pytest.raises(TypeError, match=r"buffers\[0\] must be a Tensor, got TreeMask"):
+        context_parallel_unshard(mesh, [a_tree()], [0], balancer)
+    terms = PrefixTree.from_sequences([[1, 2], [1, 3]]).loss_terms
+    with pytest.raises(TypeError, match="terms must be LossTerms, got NoneType"):
+        context_parallel_loss_terms(None, mask)
+    with pytest.raises(TypeError, match="mask must be a ContextParallelMask, got TreeMask"):
+        context_parallel_loss_terms(terms, a_tree())
     with pytest.raises(ValueError, match=r"has 49 tokens in dimension 1, .* is for 50"):
         context_parallel_shard(mesh, [torch.zeros(1, 49)], [1], balancer)
     with pytest.raises(ValueError, match="one dimension for each of 1 buffers, got 2"):
         context_parallel_shard(mesh, [torch.zeros(50)], [0, 1], balancer)
     with pytest.raises(ValueError, match=r"dimension 0, rank \d holds"):
         context_parallel_unshard(mesh, [torch.zeros(51)], [0], balancer)
-    with pytest.raises(AttributeError, match="immutable"):
-        mask.local = a_tree()
 
 
 CASES = (
@@ -191,7 +288,10 @@ CASES = (
     what_stands_behind_a_list_does_not_count,
     partitions,
     calls,
+    masks_of_one_call,
+    modes,
     different_calls,
     settings,
     arguments,
+    arguments_of_per_token_tensors,
 )

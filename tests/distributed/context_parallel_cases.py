@@ -88,6 +88,21 @@ def one_output_only() -> None:
                 close(ours, theirs[:, :, mask.positions])
 
 
+def a_mask_made_in_inference_mode() -> None:
+    """Trained with, after the policy that sampled was scored with it."""
+    with torch.inference_mode():
+        mask = context_parallel_mask(cp_mesh(), mask_of(tree_case(50, (16, 16))))
+        here = operands(1, (2, 2), (mask.local.q_len,) * 2)
+        scored = context_parallel_attention(*here, mask)
+    here = operands(1, (2, 2), (mask.local.q_len,) * 2, requires_grad=True)
+    for reshard in (False, True):
+        out = context_parallel_attention(*here, mask, reshard_after_forward=reshard)
+        assert out.shape == scored.shape
+        grads = torch.autograd.grad(out.square().sum(), here)
+        # Ranks without tokens only have to have taken part.
+        assert all(bool(grad.any()) for grad in grads) or not mask.local.q_len
+
+
 def checkpointed() -> None:
     given = tree_case(50, (16, 16))
     mask = context_parallel_mask(cp_mesh(), mask_of(given))

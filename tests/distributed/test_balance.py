@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -119,6 +123,62 @@ def test_equality() -> None:
     assert "lengths=(24, 16), imbalance=1.3333" in repr(same)
 
 
+def test_integers_of_other_types_make_no_difference() -> None:
+    plain = TreeLoadBalancer([[0, 2], [1]], 40, 16, work=[1, 2, 3])
+    tensors = [torch.tensor([2, 0]), torch.tensor([1])]
+    others = (
+        TreeLoadBalancer(tensors, torch.tensor(40), torch.tensor(16), torch.tensor([1, 2, 3])),
+        TreeLoadBalancer(
+            [one.numpy() for one in tensors], np.int64(40), np.int32(16), np.array([1, 2, 3])
+        ),
+        TreeLoadBalancer((tile for tile in ([0, 2], [1])), 40, 16, [1, 2, 3]),
+    )
+    for one in others:
+        assert one == plain
+        assert hash(one) == hash(plain)
+        assert (one.tiles, one.work, one.lengths) == (plain.tiles, plain.work, plain.lengths)
+        numbers = [*one.tiles[0], *one.work, one.seq_length, one.tile_size]
+        assert {type(number) for number in numbers} == {int}
+    mask = mask_of(tree_case(50, (16, 16)))
+    assert TreeLoadBalancer.of_mask(mask, np.int64(2)) == TreeLoadBalancer.of_mask(mask, 2)
+
+
+def test_immutable() -> None:
+    one = TreeLoadBalancer([[0, 2], [1]], 40, 16, work=[1, 2, 3])
+    with pytest.raises(AttributeError, match="immutable"):
+        one.tiles = ((0,), (1, 2))
+    with pytest.raises(AttributeError, match="immutable"):
+        del one.work
+    for same in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert (same, same.work) == (one, one.work)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: TreeLoadBalancer(None, 40, 16), TypeError, "tiles must be a sequence of seq"),
+        (lambda: TreeLoadBalancer([0, 1], 20, 16), TypeError, r"tiles\[0\] must be a sequence"),
+        (lambda: TreeLoadBalancer([[0.0]], 16, 16), TypeError, "tile of rank 0 must be an int"),
+        (lambda: TreeLoadBalancer([[False]], 16, 16), TypeError, "must be an int, got False"),
+        (lambda: TreeLoadBalancer([[0]], 16.0, 16), TypeError, "seq_length must be an int"),
+        (lambda: TreeLoadBalancer([[]], -1, 16), ValueError, "seq_length must be at least 0"),
+        (lambda: TreeLoadBalancer([[0]], 16, 16, [1.5]), TypeError, "work of a tile must be an"),
+        (lambda: TreeLoadBalancer([[0]], 16, 16, 3), TypeError, "work must be a sequence of ints"),
+        (lambda: TreeLoadBalancer.contiguous(-1, 2, 16), ValueError, "seq_length must be at"),
+        (lambda: TreeLoadBalancer.contiguous(10, 0, 16), ValueError, "world_size must be at le"),
+        (lambda: TreeLoadBalancer.contiguous(10, 2, 0), ValueError, "tile_size must be at least"),
+        (lambda: TreeLoadBalancer.contiguous(10, 2.0, 16), TypeError, "world_size must be an int"),
+        (lambda: TreeLoadBalancer.of_mask(None, 2), TypeError, "mask must be a TreeMask, got Non"),
+        (lambda: TreeLoadBalancer([[0]], 16, 16).positions(1), ValueError, "must be below 1, got"),
+        (lambda: TreeLoadBalancer([[0]], 16, 16).positions(-1), ValueError, "at least 0, got -1"),
+        (lambda: TreeLoadBalancer([[0]], 16, 16).positions("0"), TypeError, "rank must be an int"),
+    ],
+)
+def test_wrong_arguments(call: Callable[[], object], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,6 +199,10 @@ def test_wrong_sizes() -> None:
     mask = mask_of(tree_case(50, (16, 16)))
     with pytest.raises(ValueError, match="multiple of the mask's query block size 16, got 24"):
         TreeLoadBalancer.of_mask(mask, 2, tile_size=24)
+    with pytest.raises(TypeError, match=r"tile_size must be an int, got 16\.0"):
+        TreeLoadBalancer.of_mask(mask, 2, tile_size=16.0)
+    with pytest.raises(TypeError, match="world_size must be an int, got '2'"):
+        TreeLoadBalancer.of_mask(mask, "2")
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         TreeLoadBalancer.of_mask(mask, 0)
     with pytest.raises(ValueError, match="as many queries as keys, got 50 and 70"):

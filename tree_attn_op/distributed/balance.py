@@ -9,20 +9,19 @@ model does token by token, and among such deals one whose attention work is clos
 from __future__ import annotations
 
 import heapq
+import operator
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..arguments import check_int, check_iterable, check_type
 from ..blocks import cdiv, refined_states
-from ..mask import finest_common
+from ..mask import TreeMask, finest_common
 from .local_mask import rows_of_mask
-
-if TYPE_CHECKING:
-    from ..mask import TreeMask
 
 WORK_BLOCK = 64
 """Work is counted in blocks of so many queries by so many keys, as fine as the kernels' lists."""
@@ -44,9 +43,18 @@ class TreeLoadBalancer:
         tile_size: tokens a tile; the last one may be shorter.
         work: attention work of each tile, in any unit; None: not known.
 
+    Ints may be of any type that is one, such as those of numpy and of tensors.
+
     Raises:
+        TypeError: what is no int.
         ValueError: the tiles are no partition.
     """
+
+    tiles: tuple[tuple[int, ...], ...]
+    seq_length: int
+    tile_size: int
+    work: tuple[int, ...] | None
+    """Attention work of each rank, or None."""
 
     def __init__(
         self,
@@ -55,29 +63,44 @@ class TreeLoadBalancer:
         tile_size: int,
         work: Sequence[int] | None = None,
     ) -> None:
-        if tile_size < 1 or seq_length < 0:
-            raise ValueError(
-                f"tile_size must be at least 1 and seq_length at least 0, got {tile_size} and "
-                f"{seq_length}"
-            )
-        if not tiles:
+        seq_length = as_int("seq_length", seq_length, least=0)
+        tile_size = as_int("tile_size", tile_size, least=1)
+        check_iterable("tiles", tiles, "sequences of ints, one a rank")
+        hands = []
+        for rank, one in enumerate(tiles):
+            check_iterable(f"tiles[{rank}]", one, "ints")
+            # Ascending, so that a short last tile is the last of its rank and blocks stay aligned.
+            hands.append(tuple(sorted(as_int(f"a tile of rank {rank}", tile) for tile in one)))
+        if not hands:
             raise ValueError("tiles must have one entry a rank, got none")
         num_tiles = cdiv(seq_length, tile_size)
-        # Ascending, so that a short last tile is the last of its rank and blocks stay aligned.
-        self.tiles = tuple(tuple(sorted(one)) for one in tiles)
-        if sorted(tile for one in self.tiles for tile in one) != list(range(num_tiles)):
+        if sorted(tile for one in hands for tile in one) != list(range(num_tiles)):
             raise ValueError(
                 f"each of the {num_tiles} tiles of {seq_length} tokens must belong to one rank, "
-                f"got {[list(one) for one in self.tiles]}"
+                f"got {[list(one) for one in hands]}"
             )
-        if work is not None and len(work) != num_tiles:
-            raise ValueError(f"work must have one number for each of {num_tiles} tiles")
-        self.seq_length = seq_length
-        self.tile_size = tile_size
-        self.work = (
-            None if work is None else tuple(sum(work[t] for t in one) for one in self.tiles)
-        )
-        """Attention work of each rank, or None."""
+        sums = None
+        if work is not None:
+            check_iterable("work", work, "ints")
+            of_tile = [as_int("work of a tile", one) for one in work]
+            if len(of_tile) != num_tiles:
+                raise ValueError(
+                    f"work must have one number for each of {num_tiles} tiles, got {len(of_tile)}"
+                )
+            sums = tuple(sum(of_tile[tile] for tile in one) for one in hands)
+        for name, given in (
+            ("tiles", tuple(hands)),
+            ("seq_length", seq_length),
+            ("tile_size", tile_size),
+            ("work", sums),
+        ):
+            object.__setattr__(self, name, given)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a TreeLoadBalancer is immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a TreeLoadBalancer is immutable")
 
     @staticmethod
     def of_mask(
@@ -95,8 +118,11 @@ class TreeLoadBalancer:
             tile_size: tokens a tile, a multiple of the mask's query block size; None: that size.
 
         Raises:
+            TypeError: no TreeMask, or sizes that are no ints.
             ValueError: a mask for other queries than keys, or a tile size that does not fit it.
         """
+        check_type("mask", mask, TreeMask, "a TreeMask")
+        world_size = as_int("world_size", world_size, least=1)
         if mask.q_len != mask.kv_len:
             raise ValueError(
                 "context parallelism is for self-attention: the mask must be for as many queries "
@@ -117,7 +143,13 @@ class TreeLoadBalancer:
             world_size: number of ranks.
             tile_size: tokens a tile.
             work: of each tile, as of the class.
+
+        Raises:
+            TypeError, ValueError: sizes that are no ints, or too small.
         """
+        seq_length = as_int("seq_length", seq_length, least=0)
+        world_size = as_int("world_size", world_size, least=1)
+        tile_size = as_int("tile_size", tile_size, least=1)
         num_tiles = cdiv(seq_length, tile_size)
         cuts = [rank * num_tiles // world_size for rank in range(world_size + 1)]
         tiles = [range(*pair) for pair in pairwise(cuts)]
@@ -153,7 +185,13 @@ class TreeLoadBalancer:
 
         Returns:
             int64 ``[lengths[rank]]``, ascending.
+
+        Raises:
+            TypeError, ValueError: there is no such rank.
         """
+        rank = as_int("rank", rank, least=0)
+        if rank >= self.world_size:
+            raise ValueError(f"rank must be below {self.world_size}, got {rank}")
         tiles = torch.tensor(self.tiles[rank], dtype=torch.int64)
         tokens = (tiles.unsqueeze(1) * self.tile_size + torch.arange(self.tile_size)).flatten()
         return tokens[: self.lengths[rank]].to(device)
@@ -202,6 +240,24 @@ class TreeLoadBalancer:
         )
 
 
+def as_int(name: str, value: object, least: int | None = None) -> int:
+    """A value of any integer type as Python's int, so that equal ones are equal in all respects.
+
+    Raises:
+        TypeError, ValueError: it is no int, or below ``least``.
+    """
+    if isinstance(value, torch.SymInt):
+        # Of torch.compile: stays symbolic.
+        check_int(name, value, least)
+        return value  # type: ignore[return-value]
+    if not isinstance(value, int):
+        with suppress(TypeError):
+            value = operator.index(value)  # type: ignore[arg-type]
+    check_int(name, value, least)
+    # Of a subclass of int the plain one.
+    return operator.index(value)  # type: ignore[arg-type]
+
+
 def checked_tile_size(mask: TreeMask, tile_size: int | None) -> int:
     """The tile size, by default the mask's query block size.
 
@@ -211,6 +267,7 @@ def checked_tile_size(mask: TreeMask, tile_size: int | None) -> int:
     block = mask.lists.q_block_size
     if tile_size is None:
         return block
+    tile_size = as_int("tile_size", tile_size)
     if tile_size < 1 or tile_size % block:
         raise ValueError(
             f"tile_size must be a multiple of the mask's query block size {block}, got {tile_size}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ _SLOTS = 24
 """Integers that a rank sends: the name of the check, then one for each field."""
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+_OTHER_DTYPE, _NO_DTYPE = -1, -2
+
+Fields = Mapping[str, "int | bytes | Tensor"]
+"""What is compared, by the name that errors give it: bytes and tensors are equal or not."""
 
 
 class RankMismatchError(RuntimeError):
@@ -52,35 +56,62 @@ def _setting() -> tuple[bool, bool]:
     return _SETTINGS[given]
 
 
-def check_masks(mask: TreeMask, load_balancer: TreeLoadBalancer | None, group: Group) -> None:
-    """Compare a whole mask and its partition, where one is given, with those of the other ranks.
-
-    Raises:
-        RankMismatchError: on every rank, if any two differ; the message says in what.
-    """
+def mask_fields(mask: TreeMask) -> Fields:
+    """All that makes two whole masks equal, without waiting for the device."""
     lists = mask.lists
-    fields: dict[str, int | bytes | Tensor] = {
+    return {
         "the number of queries": mask.q_len,
         "the number of keys": mask.kv_len,
         "the batch size": mask.shape[0],
         "the heads of the block lists": mask.shape[1],
         "the query block size": lists.q_block_size,
         "the key block size": lists.kv_block_size,
-        "the dtype of the values": _DTYPES.index(mask.q_vals.dtype),
+        "the dtype of the values": _dtype_number(mask.q_vals.dtype),
         "the predicate": str(mask.predicate).encode(),
         "q_vals": _checksum(mask.q_vals),
         "k_vals": _checksum(mask.k_vals),
         "the partial blocks": _lists_checksum(lists.kv_num_blocks, lists.kv_indices),
         "the full blocks": _lists_checksum(lists.full_kv_num_blocks, lists.full_kv_indices),
-        "the load balancer": b"" if load_balancer is None else load_balancer.identity,
     }
-    _compare("sharding a mask", fields, mask.device, group)
+
+
+def check_masks(
+    fields: Fields,
+    load_balancer: TreeLoadBalancer | None,
+    device: torch.device,
+    group: Group,
+) -> None:
+    """Compare a whole mask and its partition, where one is given, with those of the other ranks.
+
+    Args:
+        fields: of :func:`mask_fields`.
+        load_balancer: the partition, None: each rank makes it of the mask.
+        device: of the mask.
+        group: of the mesh dimension.
+
+    Raises:
+        RankMismatchError: on every rank, if any two differ; the message says in what.
+    """
+    plan = b"" if load_balancer is None else load_balancer.identity
+    _compare("sharding a mask", {**fields, "the load balancer": plan}, device, group)
+
+
+def fingerprint(fields: Fields, load_balancer: TreeLoadBalancer, device: torch.device) -> Tensor:
+    """An int64 scalar that tells whole masks and their partitions apart.
+
+    Args:
+        fields: of :func:`mask_fields`.
+        load_balancer: the partition.
+        device: of the mask and of the result.
+    """
+    return _checksum(_stacked([*fields.values(), load_balancer.identity], device))
 
 
 def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     lengths: Sequence[int],
     scale: float,
     options: Sequence[object],
@@ -89,7 +120,8 @@ def check_call(
     """Compare the operands of an attention call with those of the other ranks.
 
     Args:
-        query, key, value: this rank's.
+        query, key, value: this rank's, as they were given: autocast comes later.
+        mask: of :func:`fingerprint`; None: not known.
         lengths: tokens that each rank should have.
         scale: factor of the scores.
         options: what else must be the same.
@@ -101,10 +133,18 @@ def check_call(
     operands = {"query": query, "key": key, "value": value}
     lengths_here = {f"the length of {name}": x.shape[2] for name, x in operands.items()}
     fields: dict[str, int | bytes | Tensor] = {**lengths_here}
+    fields["the mask or its load balancer"] = b"" if mask is None else mask.to(query.device)
     for name, x in operands.items():
-        fields[f"the dtype of {name}"] = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1
+        fields[f"the dtype of {name}"] = _dtype_number(x.dtype)
         fields[f"the head dim of {name}"] = x.shape[3]
-        fields[f"whether {name} requires gradients"] = int(x.requires_grad)
+        fields[f"whether {name} requires gradients"] = int(
+            x.requires_grad and torch.is_grad_enabled()
+        )
+    kind = query.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    fields["the dtype of autocast"] = (
+        _dtype_number(torch.get_autocast_dtype(kind)) if autocast else _NO_DTYPE
+    )
     fields["the batch size"] = query.shape[0]
     fields["the query heads"] = query.shape[1]
     fields["the key heads"] = key.shape[1]
@@ -116,18 +156,15 @@ def check_call(
 
 def _compare(
     what: str,
-    fields: Mapping[str, int | bytes | Tensor],
+    fields: Fields,
     device: torch.device,
     group: Group,
     expected: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Gather one number a field and compare; ``expected`` has those that differ by rank."""
     assert len(fields) < _SLOTS
-    numbers = [_number(what.encode()), *(_as_number(one) for one in fields.values())]
-    numbers += [0] * (_SLOTS - len(numbers))
-    vector = torch.stack(
-        [one if isinstance(one, Tensor) else torch.tensor(one, device=device) for one in numbers]
-    )
+    unused = [0] * (_SLOTS - 1 - len(fields))
+    vector = _stacked([what.encode(), *fields.values(), *unused], device)
     by_field = gather_equal(vector, group).T.tolist()
     if len(set(by_field[0])) > 1:
         raise RankMismatchError(
@@ -156,7 +193,12 @@ def _named(name: str, values: Sequence[int]) -> list[object]:
     if "dtype" not in name:
         return list(values)
     known = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
-    return [known[value] if value >= 0 else "another" for value in values]
+    names = {_OTHER_DTYPE: "another", _NO_DTYPE: "none"}
+    return [names[value] if value in names else known[value] for value in values]
+
+
+def _dtype_number(dtype: torch.dtype) -> int:
+    return _DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE
 
 
 def _unlike_first(values: Sequence[int]) -> str:
@@ -172,8 +214,12 @@ def _number(text: bytes) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
 
-def _as_number(given: int | bytes | Tensor) -> int | Tensor:
-    return _number(given) if isinstance(given, bytes) else given
+def _stacked(values: Iterable[int | bytes | Tensor], device: torch.device) -> Tensor:
+    """One int64 for each value."""
+    numbers = [_number(one) if isinstance(one, bytes) else one for one in values]
+    return torch.stack(
+        [one if isinstance(one, Tensor) else torch.tensor(one, device=device) for one in numbers]
+    )
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from .. import validation
-from ..api import check_options, list_blocks
+from ..api import list_blocks
+from ..arguments import check_number, check_type
+from ..lasting import lasting
 from ..mask import TreeMask
 from ..tree import LossTerms
-from . import checks
+from . import arguments, checks
+from .arguments import check_partition, group_of
 from .attention import ShardedAttention
 from .balance import TreeLoadBalancer, checked_tile_size
 from .collectives import Group, in_order, padded, start_gather, wait
@@ -39,6 +42,7 @@ class ContextParallelMask:
         local: this rank's queries against all keys.
         load_balancer: which tokens each rank holds.
         places, tokens, group: how they are exchanged, see ``collectives.py``.
+        fingerprint: int64 scalar, of whole mask and partition; None: made in compiled code.
     """
 
     # No dataclass, for the same reason as TreeMask.
@@ -49,20 +53,31 @@ class ContextParallelMask:
     places: Tensor
     tokens: Tensor
     group: Group
+    fingerprint: Tensor | None
 
-    def __init__(self, mesh: DeviceMesh, mask: TreeMask, load_balancer: TreeLoadBalancer) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        mask: TreeMask,
+        load_balancer: TreeLoadBalancer,
+        fingerprint: Tensor | None,
+    ) -> None:
         group = group_of(mesh)
         for name, given in (
             ("mesh", mesh),
             ("local", shard_mask(mask, load_balancer, group.rank)),
             ("load_balancer", load_balancer),
-            ("places", load_balancer.places(mask.device)),
-            ("tokens", load_balancer.padded_tokens(mask.device)),
+            ("places", lasting(load_balancer.places(mask.device))),
+            ("tokens", lasting(load_balancer.padded_tokens(mask.device))),
             ("group", group),
+            ("fingerprint", fingerprint),
         ):
             object.__setattr__(self, name, given)
 
     def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a ContextParallelMask is immutable")
+
+    def __delattr__(self, name: str) -> None:
         raise AttributeError("a ContextParallelMask is immutable")
 
     @property
@@ -113,11 +128,15 @@ def context_parallel_mask(
         RankMismatchError: the ranks were given different ones.
     """
     group = group_of(mesh)
-    if not isinstance(mask, TreeMask):
-        raise TypeError(f"mask must be a TreeMask, got {type(mask).__name__}")
-    if checks.checks_masks(check):
+    check_type("mask", mask, TreeMask, "a TreeMask")
+    kinds = (TreeLoadBalancer, type(None))
+    check_type("load_balancer", load_balancer, kinds, "a TreeLoadBalancer or None")
+    arguments.check_optional_bool("check", check)
+    # While torch.compile traces nothing is compared, and the values are not there.
+    fields = None if torch.compiler.is_compiling() else checks.mask_fields(mask)
+    if fields is not None and checks.checks_masks(check):
         # First of all: what one rank refuses, the others would wait for.
-        checks.check_masks(mask, load_balancer, group)
+        checks.check_masks(fields, load_balancer, mask.device, group)
     if load_balancer is None:
         load_balancer = TreeLoadBalancer.of_mask(mask, group.size)
     check_partition(load_balancer, group.size)
@@ -127,7 +146,10 @@ def context_parallel_mask(
             f"load balancer's length {load_balancer.seq_length}"
         )
     checked_tile_size(mask, load_balancer.tile_size)
-    return ContextParallelMask(mesh, mask, load_balancer)
+    fingerprint = None
+    if fields is not None:
+        fingerprint = checks.fingerprint(fields, load_balancer, mask.device)
+    return ContextParallelMask(mesh, mask, load_balancer, fingerprint)
 
 
 def context_parallel_attention(
@@ -160,8 +182,8 @@ def context_parallel_attention(
             launches: on two H200 they paid at 128k tokens, not at 32k.
         reshard_after_forward: keep this rank's keys and values only and gather them again in the
             backward, as FSDP2 does with parameters. False: keep what was gathered.
-        reduce_dtype: in which the gradients of keys and values are summed over the ranks; None:
-            their own.
+        reduce_dtype: floating-point, in which the gradients of keys and values are summed over the
+            ranks; None: their own.
         check: compare the call between the ranks; None: if ``TREE_ATTN_CHECK_RANKS=1``. Compiled
             code compares nothing.
 
@@ -172,18 +194,20 @@ def context_parallel_attention(
         TypeError, ValueError: as of ``tree_attention``.
         RankMismatchError: calls, lengths or dtypes differ between the ranks.
     """
-    if not isinstance(mask, ContextParallelMask):
-        raise TypeError(f"mask must be a ContextParallelMask, got {type(mask).__name__}")
+    check_type("mask", mask, ContextParallelMask, "a ContextParallelMask")
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        arguments.check_local(name, operand)
     validation.check_ranks_and_devices(query, key, value)
-    if scale is None:
-        scale = query.shape[3] ** -0.5
+    scale = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
+    arguments.check_exchange(num_chunks, reshard_after_forward, reduce_dtype)
+    arguments.check_optional_bool("check", check)
     if not torch.compiler.is_compiling() and checks.checks_calls(check):
         options = (num_chunks, reshard_after_forward, reduce_dtype)
-        lengths = mask.load_balancer.lengths
-        checks.check_call(query, key, value, lengths, scale, options, mask.group)
+        lengths, own = mask.load_balancer.lengths, mask.fingerprint
+        checks.check_call(query, key, value, own, lengths, scale, options, mask.group)
     query, key, value = _autocast(query, key, value)
     validation.check_operands(query, key, value)
-    _check_call(query, key, mask, enable_gqa, return_aux, num_chunks)
+    arguments.check_call(query, key, mask, enable_gqa, return_aux, num_chunks)
     local = mask.local
     lists = local.block_lists_for(*list_blocks(query, key, value, local))
     longest = mask.tokens.shape[0] // mask.group.size
@@ -197,7 +221,7 @@ def context_parallel_attention(
         *lists.tensors,
         lists.q_block_size,
         lists.kv_block_size,
-        float(scale),
+        scale,
         mask.places,
         mask.tokens,
         mask.group,
@@ -228,21 +252,18 @@ def context_parallel_shard(
         load_balancer: which rank holds which tokens.
 
     Raises:
-        ValueError: a length that is not the load balancer's, or another number of dimensions.
+        TypeError: what is no plain tensor, mask or dimension.
+        ValueError: a length that is not the load balancer's, or dimensions that do not fit.
     """
     group = group_of(mesh)
     check_partition(load_balancer, group.size)
-    _check_buffers(buffers, seq_dims)
+    length = load_balancer.seq_length
+    arguments.check_buffers(buffers, seq_dims, length, "the load balancer is for", masks=True)
     shards: list[Any] = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         if isinstance(buffer, TreeMask):
             shards.append(context_parallel_mask(mesh, buffer, load_balancer))
             continue
-        if buffer.shape[dim] != load_balancer.seq_length:
-            raise ValueError(
-                f"a buffer of shape {tuple(buffer.shape)} has {buffer.shape[dim]} tokens in "
-                f"dimension {dim}, the load balancer is for {load_balancer.seq_length}"
-            )
         positions = load_balancer.positions(group.rank, buffer.device)
         shards.append(buffer.index_select(dim, positions))
     return shards
@@ -267,19 +288,16 @@ def context_parallel_unshard(
         load_balancer: which rank holds which tokens.
 
     Raises:
-        ValueError: a length that is not this rank's, or another number of dimensions.
+        TypeError: what is no plain tensor or dimension.
+        ValueError: a length that is not this rank's, or dimensions that do not fit.
     """
     group = group_of(mesh)
     check_partition(load_balancer, group.size)
-    _check_buffers(buffers, seq_dims)
     lengths = load_balancer.lengths
+    holder = f"rank {group.rank} holds"
+    arguments.check_buffers(buffers, seq_dims, lengths[group.rank], holder, masks=False)
     whole = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        if buffer.shape[dim] != lengths[group.rank]:
-            raise ValueError(
-                f"a buffer of shape {tuple(buffer.shape)} has {buffer.shape[dim]} tokens in "
-                f"dimension {dim}, rank {group.rank} holds {lengths[group.rank]}"
-            )
         gathered = wait(start_gather(padded(buffer.movedim(dim, 0), 0, max(lengths)), group))
         places = load_balancer.places(buffer.device)
         whole.append(in_order(gathered, places).movedim(0, dim))
@@ -299,71 +317,18 @@ def context_parallel_loss_terms(terms: LossTerms, mask: ContextParallelMask) -> 
     Returns:
         Terms whose ``source`` is a row of this rank's logits ``[n, V]``; ``token`` remains the
         place in the whole pack.
+
+    Raises:
+        TypeError: terms or a mask of another type.
     """
+    check_type("terms", terms, LossTerms, "LossTerms")
+    check_type("mask", mask, ContextParallelMask, "a ContextParallelMask")
     row = torch.full((mask.load_balancer.seq_length,), -1, device=terms.source.device)
     positions = mask.positions.to(row.device)
     row[positions] = torch.arange(positions.numel(), device=row.device)
     source = row[terms.source]
     own = torch.nonzero(source >= 0).squeeze(1)
     return LossTerms(source[own], terms.token[own], terms.label[own], terms.multiplicity[own])
-
-
-def group_of(mesh: DeviceMesh) -> Group:
-    """The ranks of a mesh of one dimension.
-
-    Raises:
-        ValueError: it has more; the message says how to take one.
-    """
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"context parallelism is over one mesh dimension, got a mesh of {mesh.ndim} "
-            f"({mesh.mesh_dim_names}): pass mesh[name]"
-        )
-    group = mesh.get_group()
-    return Group(group.rank(), group.size(), group.group_name)
-
-
-def check_partition(load_balancer: TreeLoadBalancer, world_size: int) -> None:
-    """Check that a load balancer is for so many ranks."""
-    if not isinstance(load_balancer, TreeLoadBalancer):
-        raise TypeError(
-            f"load_balancer must be a TreeLoadBalancer, got {type(load_balancer).__name__}"
-        )
-    if load_balancer.world_size != world_size:
-        raise ValueError(
-            f"the load balancer is for {load_balancer.world_size} ranks, the mesh has {world_size}"
-        )
-
-
-def _check_buffers(buffers: Sequence[Any], seq_dims: Sequence[int]) -> None:
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"seq_dims must have one dimension for each of {len(buffers)} buffers, got "
-            f"{len(seq_dims)}"
-        )
-
-
-def _check_call(
-    query: Tensor,
-    key: Tensor,
-    mask: ContextParallelMask,
-    enable_gqa: bool,
-    return_aux: AuxRequest | None,
-    num_chunks: int,
-) -> None:
-    length = mask.local.q_len
-    if query.shape[2] != length or key.shape[2] != length:
-        raise ValueError(
-            f"rank {mask.group.rank} holds {length} tokens of this mask, got query and key of "
-            f"{query.shape[2]} and {key.shape[2]}"
-        )
-    if mask.device != query.device:
-        raise ValueError(f"the mask is on {mask.device} and query on {query.device}")
-    check_options(query, key, enable_gqa, return_aux)
-    if num_chunks < 1 or key.shape[1] % num_chunks:
-        raise ValueError(
-            f"num_chunks must divide the number of key heads {key.shape[1]}, got {num_chunks}"
-        )
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
