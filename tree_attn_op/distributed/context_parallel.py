@@ -42,7 +42,7 @@ class ContextParallelMask:
         local: this rank's queries against all keys.
         load_balancer: which tokens each rank holds.
         places, tokens, group: how they are exchanged, see ``collectives.py``.
-        fingerprint: int64 scalar, of whole mask and partition; None: made in compiled code.
+        fingerprint: int64, 0-d, of whole mask and partition; None: made in compiled code.
     """
 
     # No dataclass, for the same reason as TreeMask.
