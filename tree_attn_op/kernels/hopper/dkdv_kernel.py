@@ -2,9 +2,9 @@
 
 A work item is a pair of adjacent key tiles (128 keys) of one K/V head: each of two consumer
 warpgroups keeps 64 keys and their dK and dV in registers, and walks over the query tiles that see
-any of them, with all heads of the group. The lists (see ``merge_lists`` in ``prepare.py``) say for
-each of the two key tiles whether it is hidden, masked or fully seen by a query tile, so a consumer
-skips what its own keys do not need.
+any of them, with all heads of the group. The lists (see ``BackwardPreparation`` in ``prepare.py``)
+say for each of the two key tiles whether it is hidden, masked or fully seen by a query tile, so a
+consumer skips what its own keys do not need.
 
 A step takes ``STEP_HEADS`` heads by 64 query tokens, transposed, keys in rows: scores,
 dP = V dO^T, dV += P dO, dK += dS Q.
