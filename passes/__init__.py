@@ -8,8 +8,9 @@ print(passes.explain(model, inputs))                                       # wha
 
 from .backend import install, tree_attn, uninstall
 from .explain import explain
+from .options import PassOptions
 from .report import CallReport, Report
-from .rewrite import PassOptions, TreeAttentionPass
+from .rewrite import TreeAttentionPass
 
 __all__ = [
     "CallReport",

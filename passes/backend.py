@@ -16,7 +16,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .rewrite import PassOptions, Plan, TreeAttentionPass
+from .options import PassOptions, Plan
+from .rewrite import TreeAttentionPass
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from .flex_call import FLEX_ATTENTION
+from .options import Plan
 from .report import Report
-from .rewrite import Plan, TreeAttentionPass
+from .rewrite import TreeAttentionPass
 
 _fresh_lines = itertools.count(1)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,47 +44,13 @@ from .flex_call import (
 )
 from .hoist import PREPARES_MASK, hoist_masks
 from .layout import order_to_restore
+from .options import PassOptions, Plan
 from .report import CallReport, Report, layer_path, source_line, with_code
 from .structure import graph_structure, identity
 
 log = logging.getLogger(__name__)
 
-Plan = Literal["lists", "predicate"]
-
-REWRITE_SMALL = "TREE_ATTN_REWRITE_SMALL"
-"""Environment variable: the default of ``PassOptions.rewrite_small``."""
-
 _KEPT = "tree_attn_kept"
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """What can be chosen about the rewrite.
-
-    Attributes:
-        plan: "lists" computes what the BlockMask's lists and its mask_mod say together, as flex
-            does. "predicate" takes the block lists from the proven predicate alone and drops the
-            BlockMask, and with it the cost of building it inside the compiled region: only right
-            where the BlockMask was built from its own mask_mod, not where its lists were chosen
-            by hand.
-        rewrite_small: also rewrite calls on a GPU that are so small that launching the op costs
-            more than it saves (:data:`passes.checks.SMALL_CALL`). None: if the environment says
-            ``TREE_ATTN_REWRITE_SMALL=1``.
-    """
-
-    plan: Plan = "lists"
-    rewrite_small: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.plan not in ("lists", "predicate"):
-            raise ValueError(f'plan must be "lists" or "predicate", not {self.plan!r}')
-        if self.rewrite_small is None:
-            setting = os.environ.get(REWRITE_SMALL, "")
-            if setting not in ("", "0", "1"):
-                raise ValueError(f"{REWRITE_SMALL} must be 0 or 1, got {setting!r}")
-            object.__setattr__(self, "rewrite_small", setting == "1")
-        elif not isinstance(self.rewrite_small, bool):
-            raise TypeError(f"rewrite_small must be a bool or None, got {self.rewrite_small!r}")
 
 
 class TreeAttentionPass(CustomGraphPass):

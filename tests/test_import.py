@@ -67,9 +67,9 @@ def test_a_gpu_call_without_triton_is_a_clear_error() -> None:
     code = (
         WITHOUT_TRITON
         + """
-from tree_attn_op import ops
+from tree_attn_op.implementations import gpu_kernels
 try:
-    ops._kernels("portable")
+    gpu_kernels("portable")
 except RuntimeError as error:
     assert "install triton" in str(error), error
 else:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tree_attn_op  # noqa: F401 - registers the ops
-from tree_attn_op import blocks, ops
+from tree_attn_op import blocks, implementations, ops
 from tree_attn_op.predicate import Predicate
 
 from .attention_cases import Case, ids_case, operands, tree_case
@@ -361,10 +361,10 @@ def test_missing_triton_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
     def import_module(name: str, package: str) -> None:
         raise ModuleNotFoundError("No module named 'triton'", name="triton.language")
 
-    monkeypatch.setattr(ops.importlib, "import_module", import_module)
-    ops._kernels.cache_clear()
+    monkeypatch.setattr(implementations.importlib, "import_module", import_module)
+    implementations.gpu_kernels.cache_clear()
     with pytest.raises(RuntimeError, match="install triton"):
-        ops._kernels("portable")
+        implementations.gpu_kernels("portable")
 
 
 def test_arguments_are_not_changed() -> None:

@@ -11,23 +11,22 @@ DESIGN.md has the schemas, the shapes and what always holds. Importing this need
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import autograd, blocks, cpu, list_checks, validation
-from .arguments import check_tensor
+from . import autograd, block_lists_op, blocks, cpu, list_checks, validation
+from .block_lists_op import flex_lists
 from .blocks import cdiv
+from .implementations import gpu_kernels, on_gpu
 from .kernels.choice import choose_kernels
 from .kernels.configs import current
-from .kernels.plans import Plan, Plans, Substitute
+from .kernels.plans import Immediate, Plan, Plans, Substitute
 from .layout import empty_like_layout
-from .predicate import Predicate
+
+__all__ = ["NAMESPACE", "OP_SCHEMA_VERSION", "flex_lists", "forget_plans"]
 
 NAMESPACE = "tree_attn_op"
 
@@ -63,24 +62,8 @@ for _name, _schema in _SCHEMAS.items():
 _GPU = "CUDA"
 
 
-_OPS = getattr(torch.ops, NAMESPACE)
-
-
 def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-@cache
-def _kernels(package: str) -> Any:
-    """A package of Triton kernels, imported with the first call that needs it."""
-    try:
-        return importlib.import_module(f".kernels.{package}", __package__)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "triton":
-            raise
-        raise RuntimeError(
-            "tree attention on a GPU needs Triton, which is not installed: install triton"
-        ) from error
 
 
 # -------------------------------------------------------------------------------------------------
@@ -113,7 +96,7 @@ def _check_call(
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     _refuse_forward_mode()
     query = arguments[0]
-    if _on_gpu(query):
+    if on_gpu(query):
         look = _look_at_lists if list_checks.enabled() else None
         with current(query.device):
             return _forward_plans.run(_plan_forward, arguments, query.dtype, look)
@@ -124,11 +107,6 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _forward_plans = Plans()
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    # What is no tensor, which a schema lets through as None, is for the checks to name.
-    return isinstance(tensor, Tensor) and not tensor.is_cpu
 
 
 def _check_forward(arguments: tuple[Any, ...]) -> None:
@@ -143,20 +121,8 @@ def _plan_forward(arguments: tuple[Any, ...]) -> Plan:
     _check_forward(arguments)
     query, key, value = arguments[:3]
     if _nothing_to_attend(query, key):
-        return _Immediate(_no_attention)
+        return Immediate(_no_attention)
     return _serving(query, key, value, arguments[6], arguments[14:]).plan_forward(*arguments)
-
-
-class _Immediate:
-    """The plan of a call that needs no kernel."""
-
-    substitute = None
-
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
 
 
 def _nothing_to_attend(query: Tensor, key: Tensor) -> bool:
@@ -174,11 +140,11 @@ def _serving(
     """The package of GPU kernels that serves a call."""
     assert kv_num_blocks is not None
     choice = choose_kernels(query, key, value, kv_num_blocks.shape[1], *sizes)
-    return _kernels(choice.kernels)
+    return gpu_kernels(choice.kernels)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
-    _check_fakes("tree_attention", query, key, value, *mask)
+    validation.check_fakes("tree_attention", query, key, value, *mask)
     batch, heads, q_len, _ = query.shape
     out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]), query.dtype)
     lse = query.new_empty((batch, heads, q_len), dtype=_lse_dtype(query))
@@ -191,7 +157,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *mask: Any) -> tupl
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = arguments[2]
-    if _on_gpu(query):
+    if on_gpu(query):
         look = _look_at_lists if list_checks.enabled() else None
         with current(query.device):
             return _backward_plans.run(_plan_backward, arguments, query.dtype, look)
@@ -214,7 +180,7 @@ def _plan_backward(arguments: tuple[Any, ...]) -> Plan:
     _check_backward(arguments)
     query, key, value = arguments[2:5]
     if _nothing_to_attend(query, key):
-        return _Immediate(_no_gradients)
+        return Immediate(_no_gradients)
     lists = arguments[10:18]
     if any(lists[at] is not None and lists[at + 4] is None for at in (0, 2)):
         return Substitute(_with_query_side)
@@ -260,7 +226,7 @@ def _fake_backward(
     value: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_fakes("tree_attention_backward", grad_out, grad_lse, query, key, value, *rest)
+    validation.check_fakes("tree_attention_backward", grad_out, grad_lse, query, key, value, *rest)
     dq, dk, dv = (
         empty_like_layout(tensor, tensor.shape, tensor.dtype) for tensor in (query, key, value)
     )
@@ -268,179 +234,17 @@ def _fake_backward(
 
 
 # -------------------------------------------------------------------------------------------------
-# block_lists
-
-
-def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
-    # The dispatcher leaves out an argument that is its default.
-    arguments = arguments if len(arguments) == 14 else (*arguments, True)
-    if _on_gpu(arguments[0]):
-        look = _look_at_given_lists if list_checks.enabled() else None
-        with current(arguments[0].device):
-            return _block_list_plans.run(_plan_block_lists, arguments, None, look)
-    _check_block_lists(*arguments)
-    return _block_lists_in_torch(*arguments)
-
-
-_block_list_plans = Plans()
-
-
-def _check_block_lists(
-    q_vals: Tensor,
-    k_vals: Tensor,
-    predicate: str,
-    q_len: int,
-    kv_len: int,
-    kv_num_blocks: Tensor | None,
-    kv_indices: Tensor | None,
-    full_kv_num_blocks: Tensor | None,
-    full_kv_indices: Tensor | None,
-    q_block_size: int,
-    kv_block_size: int,
-    new_q_block_size: int,
-    new_kv_block_size: int,
-    full_at_ends: bool,
-) -> None:
-    lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    check_tensor("q_vals", q_vals)
-    validation.check_values(predicate, q_vals, k_vals, q_len, kv_len, q_vals.device)
-    validation.check_lists(lists, q_len, kv_len, q_block_size, kv_block_size, q_vals.device)
-    for name, new, old in (
-        ("new_q_block_size", new_q_block_size, q_block_size),
-        ("new_kv_block_size", new_kv_block_size, kv_block_size),
-    ):
-        validation.check_block_size(name, new)
-        if kv_num_blocks is not None and old % new:
-            raise ValueError(f"{name} must divide the lists' block size {old}, got {new}")
-    validation.check_list_batch(q_vals, k_vals, kv_num_blocks)
-    if kv_num_blocks is None and full_kv_num_blocks is not None:
-        raise ValueError("kv_num_blocks is missing, full_kv_num_blocks is given")
-    if kv_num_blocks is not None and not full_at_ends:
-        raise ValueError("full_at_ends=False is for lists derived from the predicate alone")
-    if list_checks.enabled():
-        _look_at_given_lists((q_vals, k_vals, predicate, q_len, kv_len, *lists))
-
-
-def _look_at_given_lists(arguments: tuple[Any, ...]) -> None:
-    if arguments[5] is not None:
-        list_checks.check_contents(arguments[5:9])
-
-
-def _plan_block_lists(arguments: tuple[Any, ...]) -> Plan:
-    _check_block_lists(*arguments)
-    q_vals, k_vals, predicate, q_len, kv_len, kv_num_blocks = arguments[:6]
-    empty = 0 in (q_len, kv_len, q_vals.shape[0], k_vals.shape[0])
-    if empty or (kv_num_blocks is not None and 0 in kv_num_blocks.shape):
-        return _Immediate(_block_lists_in_torch)
-    plan = _kernels("portable.block_lists").plan_block_lists
-    return plan(q_vals, k_vals, Predicate.parse(predicate), *arguments[3:])
-
-
-def _block_lists_in_torch(
-    q_vals: Tensor, k_vals: Tensor, predicate: str, q_len: int, kv_len: int, *rest: Any
-) -> tuple[Tensor, ...]:
-    lists, sizes, full_at_ends = rest[:4], rest[4:8], rest[8]
-    parsed = Predicate.parse(predicate)
-    states = blocks.refined_states(parsed, q_vals, k_vals, q_len, kv_len, lists, *sizes)
-    if not full_at_ends:
-        states = blocks.partial_at_ends(states, q_len, kv_len, *sizes[2:])
-    return blocks.lists_of(states)
-
-
-def forget_plans() -> None:
-    """Have all calls on a GPU checked and decided anew, as after a change of Triton's settings."""
-    for plans in (_forward_plans, _backward_plans, _block_list_plans):
-        plans.clear()
-
-
-def flex_lists(
-    predicate: Predicate,
-    q_vals: Tensor,
-    k_vals: Tensor,
-    q_len: int,
-    kv_len: int,
-    q_block_size: int,
-    kv_block_size: int,
-    batch: int,
-    heads: int,
-) -> tuple[Tensor, ...]:
-    """The eight lists that flex's builder makes: ``block_lists`` with ``full_at_ends=False``.
-
-    Not an op, and the arguments are not checked: for callers who made the values themselves.
-
-    Args:
-        predicate, q_vals, k_vals: as in ``block_lists``; the values may have any strides.
-        q_len, kv_len, q_block_size, kv_block_size: lengths and tokens a block.
-        batch, heads: of the lists.
-    """
-    if q_vals.device.type != "cpu" and 0 not in (q_len, kv_len, batch, heads):
-        build = _kernels("portable.block_lists").block_lists
-        sizes = (q_block_size, kv_block_size) * 2
-        with current(q_vals.device):
-            return build(
-                *(q_vals, k_vals, predicate, q_len, kv_len, None, None, None, None, *sizes),
-                batch=batch,
-                heads=heads,
-                full_at_ends=False,
-            )
-    sizes = (q_len, kv_len, q_block_size, kv_block_size)
-    states = blocks.classify_tiles(predicate, q_vals, k_vals, *sizes)
-    lists = blocks.lists_of(blocks.partial_at_ends(states.unsqueeze(1), *sizes))
-    return tuple(tensor.expand(batch, heads, *tensor.shape[2:]).contiguous() for tensor in lists)
-
-
-def _fake_block_lists(
-    q_vals: Tensor,
-    k_vals: Tensor,
-    predicate: str,
-    q_len: int,
-    kv_len: int,
-    kv_num_blocks: Tensor | None,
-    kv_indices: Tensor | None,
-    full_kv_num_blocks: Tensor | None,
-    full_kv_indices: Tensor | None,
-    q_block_size: int,
-    kv_block_size: int,
-    new_q_block_size: int,
-    new_kv_block_size: int,
-    full_at_ends: bool = True,
-) -> tuple[Tensor, ...]:
-    lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    _check_fakes("block_lists", q_vals, k_vals, predicate, q_len, kv_len, *lists)
-    batches = [q_vals.shape[:1], k_vals.shape[:1]]
-    heads = 1
-    if kv_num_blocks is not None:
-        batches.append(kv_num_blocks.shape[:1])
-        heads = kv_num_blocks.shape[1]
-    (batch,) = torch.broadcast_shapes(*batches)
-    rows, columns = cdiv(q_len, new_q_block_size), cdiv(kv_len, new_kv_block_size)
-    made = []
-    for shape in ((rows, columns), (columns, rows)):
-        for tail in (shape[:1], shape, shape[:1], shape):
-            made.append(q_vals.new_empty((batch, heads, *tail), dtype=torch.int32))
-    return tuple(made)
-
-
-def _check_fakes(name: str, *arguments: Any) -> None:
-    """What fakes check: what needs no guard on a size.
-
-    A meta tensor among others brings a call here too, whose result would be of no meaning.
-    """
-    names = [argument.name for argument in getattr(_OPS, name).default._schema.arguments]
-    given = dict(zip(names, arguments, strict=False))
-    for each in ("query", "q_vals", "k_vals"):
-        if each in given:
-            check_tensor(each, given[each])
-    if "query" in given:
-        validation.check_ranks_and_devices(given["query"], given["key"], given["value"])
-    device = given["query" if "query" in given else "q_vals"].device
-    for each, tensor in given.items():
-        if isinstance(tensor, Tensor) and tensor.device != device:
-            raise ValueError(f"{each} must be on {device}, got {tensor.device}")
+# block_lists (block_lists_op.py) and block_lists_of_mask
 
 
 # Composite, so that a compiler sees the arithmetic and never holds the whole mask.
 _library.impl("block_lists_of_mask", blocks.lists_of_mask, "CompositeImplicitAutograd")
+
+
+def forget_plans() -> None:
+    """Have all calls on a GPU checked and decided anew, as after a change of Triton's settings."""
+    for plans in (_forward_plans, _backward_plans, block_lists_op.plans):
+        plans.clear()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -494,7 +298,7 @@ def _backward_in_autocast(device_type: str) -> Any:
 for _key in ("CPU", _GPU):
     _library.impl("tree_attention", _forward, _key)
     _library.impl("tree_attention_backward", _backward, _key)
-    _library.impl("block_lists", _block_lists, _key)
+    _library.impl("block_lists", block_lists_op.block_lists, _key)
     _library.impl("tree_attention", _autocast(_key.lower()), f"Autocast{_key}")
     _library.impl(
         "tree_attention_backward", _backward_in_autocast(_key.lower()), f"Autocast{_key}"
@@ -504,7 +308,7 @@ _library.impl("tree_attention", _no_functorch, "FuncTorchDynamicLayerFrontMode")
 for _name, _fake in (
     ("tree_attention", _fake_forward),
     ("tree_attention_backward", _fake_backward),
-    ("block_lists", _fake_block_lists),
+    ("block_lists", block_lists_op.fake_block_lists),
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 for _name, _kernel in (

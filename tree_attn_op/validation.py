@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -266,3 +267,26 @@ def check_gradients(
             raise TypeError(f"{name} must be floating, got {_names([tensor.dtype])}")
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on {query.device}, got {tensor.device}")
+
+
+def check_fakes(name: str, *arguments: Any) -> None:
+    """What fakes check of the arguments of the op ``name``: what needs no guard on a size.
+
+    A meta tensor among others brings a call here too, whose result would be of no meaning.
+
+    Raises:
+        TypeError: what must be a tensor is none.
+        ValueError: query, key or value has another rank, or a tensor lies elsewhere.
+    """
+    op = getattr(torch.ops.tree_attn_op, name)
+    names = [argument.name for argument in op.default._schema.arguments]
+    given = dict(zip(names, arguments, strict=False))
+    for each in ("query", "q_vals", "k_vals"):
+        if each in given:
+            check_tensor(each, given[each])
+    if "query" in given:
+        check_ranks_and_devices(given["query"], given["key"], given["value"])
+    device = given["query" if "query" in given else "q_vals"].device
+    for each, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.device != device:
+            raise ValueError(f"{each} must be on {device}, got {tensor.device}")

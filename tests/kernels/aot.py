@@ -10,7 +10,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tests.kernels.cases import Case, make_inputs
+from tests.kernels.cases import Case, Inputs, make_inputs
 from tree_attn_op.kernels.configs import Device, Kernel, KernelConfig, choose
 from tree_attn_op.kernels.portable import launch
 
@@ -58,11 +58,8 @@ def config_of(kernel: Kernel, device: Device, case: Case) -> KernelConfig:
     return choose(kernel, device, *sizes, *case.blocks)
 
 
-def compile_kernel(
-    kernel: Kernel, case: Case, config: KernelConfig, architecture: int | str
-) -> Any:
-    """The compiled kernel (``.metadata.shared``, ``.asm``) of one launch of ``case``."""
-    inputs = make_inputs(case)
+def launch_of(kernel: Kernel, case: Case, config: KernelConfig, inputs: Inputs) -> launch.Launch:
+    """One launch of ``case`` on ``inputs``."""
     value_dim = case.value_dim or case.dim
     problem = launch.Problem(
         inputs.query,
@@ -78,14 +75,24 @@ def compile_kernel(
     lse = torch.empty(case.batch, case.heads, case.q_len)
     key_lists, query_lists = launch.Lists(*inputs.key_lists), launch.Lists(*inputs.query_lists)
     if kernel == "forward":
-        planned = launch.forward_launch(problem, key_lists, out, lse, config)
-    elif kernel == "dq":
-        planned = launch.dq_launch(
+        return launch.forward_launch(problem, key_lists, out, lse, config)
+    if kernel == "dq":
+        return launch.dq_launch(
             problem, key_lists, inputs.grad_out, lse, lse, inputs.query, config
         )
-    else:
-        planned = launch.dkdv_launch(
-            problem, query_lists, inputs.grad_out, lse, lse, inputs.key, inputs.value, config
-        )
+    return launch.dkdv_launch(
+        problem, query_lists, inputs.grad_out, lse, lse, inputs.key, inputs.value, config
+    )
+
+
+def compiled_for(architecture: int | str, planned: launch.Launch) -> Any:
+    """The compiled kernel (``.metadata.shared``, ``.asm``) of a launch."""
     with compiling_for(target_of(architecture)):
         return planned.kernel.warmup(grid=planned.grid, **planned.arguments, **planned.options)
+
+
+def compile_kernel(
+    kernel: Kernel, case: Case, config: KernelConfig, architecture: int | str
+) -> Any:
+    """The compiled kernel of one launch of ``case``."""
+    return compiled_for(architecture, launch_of(kernel, case, config, make_inputs(case)))

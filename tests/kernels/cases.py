@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,18 @@ def strided(
     data = torch.randn(stored, generator=generator, device=device).to(case.dtype)
     tensor = data.transpose(1, 2) if case.sequence_major else data
     return tensor[..., :: case.last_stride]
+
+
+def with_meaningless_strides(inputs: Inputs) -> Inputs:
+    """The same numbers in the same places; dimensions of size 1 have strides that lead nowhere."""
+
+    def odd(tensor: Tensor) -> Tensor:
+        sizes_and_strides = zip(tensor.shape, tensor.stride(), (3, 0, 1 << 42, 1), strict=True)
+        strides = [odd if size == 1 else stride for size, stride, odd in sizes_and_strides]
+        return tensor.as_strided(tensor.shape, strides)
+
+    names = ("query", "key", "value", "grad_out")
+    return replace(inputs, **{name: odd(getattr(inputs, name)) for name in names})
 
 
 def block_states(visible: Tensor, q_block: int, kv_block: int) -> Tensor:

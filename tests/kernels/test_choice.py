@@ -84,9 +84,38 @@ def test_strides_decide() -> None:
         assert reason is not None
         assert reason.startswith(f"{name} has strides")
     # A dimension of size 1 has a stride that means nothing.
-    one = torch.empty(1, 8, 1, 132, dtype=query.dtype)[..., :128]
-    assert one.stride(2) == 132
-    assert choice.tma_can_read(one.as_strided((1, 1, 1, 128), (3, 5, 7, 1)))
+    alone = torch.empty(128, dtype=key.dtype).as_strided((1, 1, 1, 128), (3, 5, 7, 1))
+    assert chosen((alone, alone, alone), blocks=(128, 64)) == Choice("hopper")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "strides", "wanted"),
+    [
+        # What is ordinary keeps its strides.
+        (torch.float16, (2, 4, 9, 64), (2304, 576, 64, 1), (2304, 576, 64, 1)),
+        (torch.float16, (2, 4, 9, 64), (2304, 64, 256, 1), (2304, 64, 256, 1)),
+        (torch.float32, (2, 4, 9, 12), (432, 108, 12, 1), (432, 108, 12, 1)),
+        # Steps are of 16 bytes, however many elements those are, and lead onwards.
+        (torch.float16, (2, 4, 9, 12), (432, 108, 12, 1), None),
+        (torch.float16, (2, 4, 9, 64), (2305, 576, 64, 1), None),
+        (torch.float16, (2, 4, 9, 64), (2304, 0, 64, 1), None),
+        (torch.float32, (2, 4, 9, 31), (1116, 279, 31, 1), None),
+        (torch.float16, (2, 4, 9, 64), (4608, 1152, 128, 2), None),
+        # Where there is no second step, it may be any.
+        (torch.float16, (1, 4, 9, 64), (3, 576, 64, 1), (64, 576, 64, 1)),
+        (torch.float16, (2, 1, 9, 60), (576, 0, 64, 1), (576, 64, 64, 1)),
+        (torch.float32, (1, 1, 1, 31), (1 << 60, 5, 31, 1), (32, 32, 32, 1)),
+        (torch.float32, (1, 1, 9, 31), (3, 5, 31, 1), None),
+        (torch.float16, (1, 0, 9, 64), (576, 576, 64, 1), None),
+    ],
+)
+def test_strides_of_descriptors(dtype, shape, strides, wanted) -> None:
+    tensor = torch.empty(16384, dtype=dtype).as_strided(shape, strides)
+    assert choice.tma_strides(tensor) == wanted
+    assert choice.tma_can_read(tensor) == (wanted is not None)
+    # The same a few bytes further on.
+    moved = torch.empty(16385, dtype=dtype)[1:].as_strided(shape, strides)
+    assert choice.tma_strides(moved) is None
 
 
 def test_the_environment_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:

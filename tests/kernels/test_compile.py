@@ -12,8 +12,17 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.kernels.aot import compile_kernel, compiling_for, config_of, target_of  # noqa: E402
-from tests.kernels.cases import Case, make_inputs  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from tests.kernels.aot import (  # noqa: E402
+    compile_kernel,
+    compiled_for,
+    compiling_for,
+    config_of,
+    launch_of,
+    target_of,
+)
+from tests.kernels.cases import Case, make_inputs, with_meaningless_strides  # noqa: E402
 from tests.kernels.resources import device_of, resource_tool, resources_of  # noqa: E402
 from tree_attn_op.kernels import configs  # noqa: E402
 from tree_attn_op.kernels.configs import CUDA_DEVICES, HIP, Device, Kernel  # noqa: E402
@@ -93,6 +102,26 @@ def test_hopper_uses_its_matrix_units_and_does_not_spill(
     record_property("stack_bytes", needs.stack)
     # Triton 3.6 spills 64 bytes of dQ at D=64, 3.7 none.
     assert needs.stack <= 64, needs
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("q_len", [1, 256])
+def test_meaningless_strides_keep_the_copy_engine(q_len: int, kernel: Kernel) -> None:
+    """The stride of a dimension of size 1 changes neither what is compiled nor what it reads."""
+    case = replace(BASE, heads=2, q_len=q_len, dim=64)
+    config = config_of(kernel, CUDA_DEVICES[90], case)
+    inputs = make_inputs(case)
+    plain = launch_of(kernel, case, config, inputs)
+    odd = launch_of(kernel, case, config, with_meaningless_strides(inputs))
+    descriptors = 0
+    for name, argument in odd.arguments.items():
+        if isinstance(argument, TensorDescriptor):
+            descriptors += 1
+            assert argument.base.data_ptr() == plain.arguments[name].base.data_ptr()
+            assert vars(argument) | {"base": 0} == vars(plain.arguments[name]) | {"base": 0}
+    assert descriptors == (4 if kernel == "dkdv" else 2)
+    compiled = compiled_for(90, odd)
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 def test_another_length_is_no_other_kernel() -> None:

@@ -278,7 +278,7 @@ def test_three_substitutes_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
             return arguments[2:5]
 
-    monkeypatch.setattr(ops, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(configs, "device_of", lambda device: configs.CUDA_DEVICES[90])
     backward = importlib.import_module("tree_attn_op.kernels.hopper.backward")
     monkeypatch.setattr(backward, "BackwardPlan", Done)

@@ -11,11 +11,13 @@ pytest.importorskip("triton")
 
 from tests.kernels.cases import (
     Case,
+    Inputs,
     errors,
     lists_of,
     make_inputs,
     oracle,
     run_kernels,
+    with_meaningless_strides,
 )
 from tests.kernels.poison import poison_empty
 
@@ -45,8 +47,8 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_empty(monkeypatch)
 
 
-def check(case: Case) -> None:
-    inputs = make_inputs(case, "cuda")
+def check(case: Case, inputs: Inputs | None = None) -> None:
+    inputs = make_inputs(case, "cuda") if inputs is None else inputs
     found = errors(run_kernels(case, inputs), oracle(case, inputs))
     for name, (rms, _) in found.items():
         assert rms < TOLERANCE[case.dtype], f"{name}: error {rms:.1e} of {case}"
@@ -96,6 +98,13 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str, dim: int) -> None:
     check(replace(CALLS[name], dim=dim))
+
+
+@pytest.mark.parametrize("q_len", [1, 1000])
+def test_dimensions_of_size_1_may_have_any_stride(q_len: int) -> None:
+    one = {"batch": 1, "values_batch": 1, "list_batch": 1, "kv_heads": 1}
+    case = replace(BASE, **one, q_len=q_len, kv_len=1000, value_range=(0, 1000))
+    check(case, with_meaningless_strides(make_inputs(case, "cuda")))
 
 
 def test_longer_sequence() -> None:

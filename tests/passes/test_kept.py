@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from passes import TreeAttentionPass
-from passes.checks import check_size
-from passes.flex_call import (
-    FLEX_ATTENTION,
-    KeepFlex,
-    read_flex_call,
-    uses_decoding_kernel,
-)
+from passes.flex_call import FLEX_ATTENTION, KeepFlex, read_flex_call
 
+from .hand_written import call_graph, reason_of
 from .helpers import PassThenEager, Tree, attention, block_mask, compiled, form_1, qkv
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -304,151 +295,3 @@ def test_results_used_as_a_tuple() -> None:
     output.args = (node,)
     with pytest.raises(KeepFlex, match="used as a tuple"):
         read_flex_call(node)
-
-
-@pytest.mark.parametrize(
-    ("change", "decodes"),
-    [
-        ({}, True),
-        ({"length": 128}, False),
-        ({"heads": 6}, False),
-        ({"device": "cpu"}, False),
-        ({"device": "cpu", "length": 1}, True),
-        ({"device": "cpu", "length": 1, "kv_length": 900}, False),
-        ({"device": "cpu", "length": 1, "options": {"PARTITION_SIZE": 4096}}, False),
-        ({"options": {"BACKEND": "TRITON"}}, False),
-        ({"options": {"BACKEND": "TRITON_DECODE"}}, True),
-        ({"options": {"FORCE_USE_FLEX_ATTENTION": True}}, False),
-        ({"list_heads": 4}, False),
-        ({"list_heads": 4, "kv_heads": 4}, True),
-    ],
-)
-def test_calls_that_flex_decodes(change: dict[str, Any], decodes: bool) -> None:
-    options: dict[str, Any] = {"length": 64, "kv_length": 4096, "device": "cuda"}
-    gm = call_graph(**{**options, **change})
-    (node,) = gm.graph.find_nodes(op="call_function", target=FLEX_ATTENTION)
-    assert uses_decoding_kernel(read_flex_call(node)) == decodes
-    if decodes:
-        assert "decoding kernel" in reason_of(gm)
-
-
-@pytest.mark.parametrize(
-    ("change", "small"),
-    [
-        ({"length": 2048}, True),
-        ({"length": 2048, "device": "cpu"}, False),
-        ({"length": 32768}, False),
-        ({"length": 256, "kv_length": 4096}, True),
-        ({"length": 16384, "heads": 16}, False),
-    ],
-)
-def test_small_calls_on_a_gpu(
-    change: dict[str, Any], small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TREE_ATTN_REWRITE_SMALL", raising=False)
-    gm = call_graph(**{"device": "cuda", **change})
-    (node,) = gm.graph.find_nodes(op="call_function", target=FLEX_ATTENTION)
-    call = read_flex_call(node)
-    with inductor_config.patch({"triton.cudagraphs": True}):
-        check_size(call)
-    if not small:
-        check_size(call)
-        return
-    with pytest.raises(KeepFlex, match="busy for less time than the op's launches take") as kept:
-        check_size(call)
-    assert "rewrite_small=True" in str(kept.value.hint)
-    assert "busy for less time" in reason_of(gm)
-
-
-@pytest.mark.parametrize("rewrite_small", [False, True])
-def test_small_calls_are_rewritten_if_wanted(
-    rewrite_small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr("passes.rewrite.check_size", asked.append)
-    graph_pass = TreeAttentionPass(rewrite_small=rewrite_small)
-    graph_pass(call_graph().graph)
-    assert [call.rewritten for call in graph_pass.report] == [True]
-    assert len(asked) == (not rewrite_small)
-
-
-def call_graph(
-    *,
-    length: int = 192,
-    kv_length: int | None = None,
-    heads: int = 4,
-    kv_heads: int = 2,
-    list_batch: int = 2,
-    list_heads: int = 1,
-    rows: int | None = None,
-    made_for: tuple[int, int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    captured_device: str | None = None,
-    options: dict[str, Any] | None = None,
-    extra: int = 0,
-) -> fx.GraphModule:
-    """A graph with one call, written by hand: what flex's own checks would not let through."""
-    kv_length = length if kv_length is None else kv_length
-    rows = -(-length // 128) if rows is None else rows
-    columns = -(-kv_length // 128)
-    graph = fx.Graph()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-
-        def give(name: str, *shape: int, dtype: torch.dtype, on: str = device) -> fx.Node:
-            node = graph.placeholder(name)
-            node.meta["example_value"] = torch.empty(shape, dtype=dtype, device=on)
-            return node
-
-        query = give("query", 2, heads, length, 16, dtype=dtype)
-        key = give("key", 2, kv_heads, kv_length, 16, dtype=dtype)
-        value = give("value", 2, kv_heads, kv_length, 16, dtype=dtype)
-        ids = give(
-            "ids", 2, max(length, kv_length), dtype=torch.int64, on=captured_device or device
-        )
-        counts = give("kv_num_blocks", list_batch, list_heads, rows, dtype=torch.int32)
-        indices = give("kv_indices", list_batch, list_heads, rows, columns, dtype=torch.int32)
-        out = torch.empty(2, heads, length, 16, dtype=dtype, device=device)
-        stats = torch.empty(2, heads, length, device=device)
-
-    root = torch.nn.Module()
-    root.score_mod = fx.symbolic_trace(_score_mod)
-    root.mask_mod = fx.symbolic_trace(_mask_mod)
-    lengths = (length, kv_length) if made_for is None else made_for
-    lists = (counts, indices, None, None, None, None, None, None, *(None,) * extra)
-    call = graph.call_function(
-        FLEX_ATTENTION,
-        (
-            query,
-            key,
-            value,
-            graph.get_attr("score_mod"),
-            (*lengths, *lists, 128, 128, graph.get_attr("mask_mod")),
-            0.25,
-            options or {},
-            (),
-            (ids,),
-        ),
-    )
-    call.meta["example_value"] = (out, stats, stats)
-    item = graph.call_function(operator.getitem, (call, 0))
-    item.meta["example_value"] = out
-    graph.output((item,))
-    return fx.GraphModule(root, graph)
-
-
-def _score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return score
-
-
-def _mask_mod(b: Any, h: Any, q: Any, k: Any, ids: Any) -> Any:
-    return (q >= k) & (ids[b, q] == ids[b, k])
-
-
-def reason_of(gm: fx.GraphModule) -> str:
-    graph_pass, before = TreeAttentionPass(), str(gm.graph)
-    graph_pass(gm.graph)
-    (call,) = graph_pass.report
-    assert not call.rewritten
-    assert str(gm.graph) == before
-    return str(call.reason)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.flex_call import FLEX_ATTENTION
-from tests.passes.test_kept import call_graph, reason_of
+from tests.passes.hand_written import call_graph, reason_of
 
 
 def call_of(gm: fx.GraphModule) -> fx.Node:

@@ -22,6 +22,9 @@ Kernels = Literal["hopper", "portable"]
 ENVIRONMENT = "TREE_ATTN_KERNELS"
 """Environment variable, read at call time: ``portable`` keeps the Hopper kernels out."""
 
+TMA_BYTES = 16
+"""What addresses and strides that the copy engine (TMA) is given must be multiples of."""
+
 logger = logging.getLogger("tree_attn_op")
 
 
@@ -106,12 +109,30 @@ def hopper_list_blocks(group: int) -> tuple[int, int]:
     return HOPPER.query_tokens[group % 2], HOPPER.key_block
 
 
-def tma_can_read(tensor: Tensor) -> bool:
-    """Whether a ``[B, H, S, D]`` 16-bit tensor has the alignment that the copy engine wants."""
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 != 0:
-        return False
+def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides for a TMA descriptor of a tensor, or None if the copy engine cannot read it.
+
+    It reads rows of adjacent elements, from a base and in steps of a multiple of 16 bytes. The
+    stride of a dimension of size 1 means nothing in PyTorch, so that it may be any number, but the
+    descriptor has to hold one that the engine takes: that of the padded last dimension.
+
+    Args:
+        tensor: ``[..., D]``.
+    """
+    if tensor.numel() == 0 or tensor.stride(-1) != 1 or tensor.data_ptr() % TMA_BYTES:
+        return None
+    step = TMA_BYTES // tensor.element_size()
+    padded = -(-tensor.shape[-1] // step) * step
     sizes_and_strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in sizes_and_strides)
+    strides = [padded if size == 1 else stride for size, stride in sizes_and_strides]
+    if any(stride <= 0 or stride % step for stride in strides):
+        return None
+    return (*strides, 1)
+
+
+def tma_can_read(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a tensor (see :func:`tma_strides`)."""
+    return tma_strides(tensor) is not None
 
 
 def call_choice(

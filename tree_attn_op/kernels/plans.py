@@ -43,6 +43,22 @@ class Plan(Protocol):
     def __call__(self, *arguments: Any) -> Any: ...
 
 
+class Immediate:
+    """The plan of a call that needs no kernel.
+
+    Args:
+        call: computes the results from the arguments.
+    """
+
+    substitute = None
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
 class Substitute:
     """The plan of a call that kernels cannot serve with the arguments as they are.
 

@@ -11,8 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.cases import Case, Inputs, assert_matches, make_inputs, oracle, run_kernels
+from tests.kernels.cases import (
+    Case,
+    Inputs,
+    assert_matches,
+    make_inputs,
+    oracle,
+    run_kernels,
+    with_meaningless_strides,
+)
 from tests.kernels.poison import poison_empty
+from tree_attn_op.kernels.choice import tma_strides
 from tree_attn_op.kernels.configs import CUDA_DEVICES
 from tree_attn_op.kernels.portable import launch
 
@@ -122,6 +131,26 @@ def test_hopper_configurations(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     case = replace(HOPPER_CASES[name], dtype=torch.float16, blocks=(64, 128))
     inputs = make_inputs(case)
     assert_matches(run_kernels(case, inputs), oracle(case, inputs), tolerance(case))
+
+
+@pytest.mark.parametrize("q_len", [1, 130])
+def test_dimensions_of_size_1_may_have_any_stride(
+    q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read through descriptors all the same."""
+    read = []
+
+    def recorded(tensor: torch.Tensor) -> tuple[int, ...] | None:
+        read.append(tma_strides(tensor))
+        return read[-1]
+
+    monkeypatch.setattr(launch, "device_of", lambda device: CUDA_DEVICES[90])
+    monkeypatch.setattr(launch, "tma_strides", recorded)
+    case = Case(q_len=q_len, kv_len=130, dtype=torch.float16, blocks=(64, 128))
+    inputs = with_meaningless_strides(make_inputs(case))
+    assert_matches(run_kernels(case, inputs), oracle(case, inputs), tolerance(case))
+    assert len(read) == 2 + 2 + 4
+    assert None not in read
 
 
 def test_outputs_follow_their_inputs_in_memory() -> None:

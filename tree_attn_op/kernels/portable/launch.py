@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tree_attn_op.kernels import launching
+from tree_attn_op.kernels.choice import tma_strides
 from tree_attn_op.kernels.configs import (
     Kernel,
     KernelConfig,
@@ -163,17 +164,13 @@ def _outer_strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()[:-1])
 
 
-def _tma_reads(tensor: Tensor) -> bool:
-    """Whether the bulk copy engine can read a ``[B, H, S, D]`` tensor: 16-byte steps and base."""
-    if tensor.data_ptr() % 16 or tensor.numel() == 0:
-        return False
-    size = tensor.element_size()
-    return all(stride > 0 and stride * size % 16 == 0 for stride in _outer_strides(tensor))
-
-
-def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor | None:
+    """A TMA descriptor of tiles of ``rows`` rows of one head, if the copy engine can read them."""
+    strides = tma_strides(tensor)
+    if strides is None:
+        return None
     block = [1, 1, rows, padded_dim(tensor.shape[3])]
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+    return TensorDescriptor(tensor, list(tensor.shape), list(strides), block)
 
 
 def _options(config: KernelConfig) -> dict[str, Any]:
@@ -185,10 +182,11 @@ def _options(config: KernelConfig) -> dict[str, Any]:
 
 def _tiles(config: KernelConfig, **tensors: tuple[Tensor, int]) -> dict[str, Any]:
     """Arguments for tensors read in tiles of one head: ``name=(tensor, rows of a tile)``."""
-    tma = config.tma and all(_tma_reads(tensor) for tensor, _ in tensors.values())
+    descriptors = {name: _descriptor(*tile) for name, tile in tensors.items() if config.tma}
+    tma = config.tma and None not in descriptors.values()
     arguments: dict[str, Any] = {"TMA": tma}
-    for name, (tensor, rows) in tensors.items():
-        arguments[name] = _descriptor(tensor, rows) if tma else tensor
+    for name, (tensor, _) in tensors.items():
+        arguments[name] = descriptors[name] if tma else tensor
         arguments[f"{name}_strides"] = _outer_strides(tensor)
     return arguments
 
