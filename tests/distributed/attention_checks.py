@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from tests.attention_cases import Case, operands
 from tree_attn_op import Predicate, TreeMask, tree_attention
 from tree_attn_op.distributed import (
+    ContextParallelMask,
     TreeLoadBalancer,
     context_parallel_attention,
     context_parallel_mask,
@@ -35,6 +37,17 @@ def close(actual: Tensor, expected: Tensor, **tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, **(tolerance or TOLERANCE))
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: ContextParallelMask, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries; the mask is an argument, as it is of a model."""
+    aux = AuxRequest(lse=True)
+    out, found = context_parallel_attention(
+        query, key, value, mask, enable_gqa=True, return_aux=aux, **options
+    )
+    return out, found.lse
+
+
 def check_case(
     case: Case,
     load_balancer: TreeLoadBalancer | None = None,
@@ -42,10 +55,13 @@ def check_case(
     batch: int = 1,
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (8, 12),
-    compiled: bool = False,
+    run: Callable[..., Any] = attend,
     **options: Any,
 ) -> None:
-    """Compare outputs, lse and gradients, through lse as well, with those of one process."""
+    """Compare outputs, lse and gradients, through lse as well, with those of one process.
+
+    ``run`` is :func:`attend`, or what torch.compile makes of it.
+    """
     length = case.lists.q_len
     query, key, value = operands(batch, heads, (length, length), dims, requires_grad=True)
     grad_out, grad_lse = (
@@ -70,21 +86,7 @@ def check_case(
 
     here = [own(tensor).requires_grad_() for tensor in (query, key, value)]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        out, aux = context_parallel_attention(
-            query,
-            key,
-            value,
-            local_mask,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-            **options,
-        )
-        return out, aux.lse
-
-    if compiled:
-        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    actual = results(attend(*here), here, (own(grad_out), own(grad_lse)))
+    actual = results(run(*here, local_mask, options), here, (own(grad_out), own(grad_lse)))
     for ours, theirs in zip(actual, expected, strict=True):
         close(ours, own(theirs))
 

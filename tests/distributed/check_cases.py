@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +177,69 @@ def different_calls() -> None:
             context_parallel_attention(*inputs, mask)
 
 
+def shards_put_together() -> None:
+    mesh, world_size = cp_mesh(), dist.get_world_size()
+    balancer = TreeLoadBalancer.contiguous(50, world_size, 16)
+    length = balancer.lengths[dist.get_rank()]
+
+    def unshard(shards: list[torch.Tensor], dims: list[int], **options: object) -> None:
+        context_parallel_unshard(mesh, shards, dims, balancer, **options)
+
+    good = torch.zeros(length, 2)
+    other = {True: torch.float32, False: torch.float64}
+    with refused("the dtype of buffers[1] is ['float64', ", "'float32'] by rank"):
+        unshard([good, good.to(other[is_last()])], [0, 0])
+    # No dtype is like another one, also of those that few use, which gloo could not exchange.
+    pairs = [(torch.bool, torch.uint8), (torch.complex64, torch.uint16)]
+    for pair in pairs if world_size > 1 else ():
+        with refused("the dtype of buffers[0] is ["):
+            unshard([torch.zeros(length, dtype=pair[is_last()])], [0])
+    with refused("the number of buffers is [1, ", ", 2] by rank"):
+        unshard([good] * (2 if is_last() else 1), [0] * (2 if is_last() else 1))
+    with refused("the sequence dimension of buffers[0] is [0, ", ", 1] by rank"):
+        unshard([good.T if is_last() else good], [-1 if is_last() else 0])
+    with refused("the dimensions of buffers[0] is [2, ", ", 1] by rank"):
+        unshard([good[:, 0] if is_last() else good], [0])
+    with refused("the other sizes of buffers[0] differs"):
+        unshard([good[:, :1] if is_last() else good], [0])
+    if world_size > 1:
+        lengths = list(balancer.lengths)
+        with refused(f"the length of buffers[0] should be {lengths} by rank and is"):
+            unshard([torch.zeros(length + is_last())], [0])
+    with pytest.raises(TypeError, match="check must be a bool or None, got str"):
+        unshard([good], [0], check="no")
+    # Not compared unless asked for: this would not be seen by the exchange either.
+    os.environ[VARIABLE] = ""
+    try:
+        unshard([torch.zeros(length, dtype=torch.int32 if is_last() else torch.float32)], [0])
+        with refused("the dtype of buffers[0] is ["):
+            shard = torch.zeros(length, dtype=torch.int32 if is_last() else torch.float32)
+            unshard([shard], [0], check=True)
+    finally:
+        os.environ[VARIABLE] = "1"
+    unshard([good, good.T], [0, -1])
+
+
+def loss_terms_of_another_tree() -> None:
+    sequences = [[1, 2, 3], [1, 2, 4, 5], [1, 6]]
+    given = PrefixTree.from_sequences(sequences)
+    mask = context_parallel_mask(cp_mesh(), given.mask)
+    terms = given.loss_terms
+    assert len(terms) == given.num_tokens - 1
+    context_parallel_loss_terms(terms, mask)
+    for other in (sequences[:2], [*sequences, [1, 7]]):
+        wrong = PrefixTree.from_sequences(other).loss_terms
+        message = f"of {given.num_tokens} tokens, got those of {wrong.num_tokens}"
+        with pytest.raises(ValueError, match=message):
+            context_parallel_loss_terms(wrong, mask)
+    # Terms made by hand, which do not say how many tokens there are.
+    context_parallel_loss_terms(replace(terms, num_tokens=None), mask)
+    for name in ("source", "token"):
+        wrong = replace(terms, num_tokens=None, **{name: getattr(terms, name) + 6})
+        with pytest.raises(ValueError, match="terms must be of 6 tokens as the mask is"):
+            context_parallel_loss_terms(wrong, mask)
+
+
 def settings() -> None:
     """By default calls are not compared: without that they do not wait for the device."""
     mask = context_parallel_mask(cp_mesh(), a_tree())
@@ -280,7 +344,7 @@ def arguments_of_per_token_tensors() -> None:
     with pytest.raises(ValueError, match="one dimension for each of 1 buffers, got 2"):
         context_parallel_shard(mesh, [torch.zeros(50)], [0, 1], balancer)
     with pytest.raises(ValueError, match=r"dimension 0, rank \d holds"):
-        context_parallel_unshard(mesh, [torch.zeros(51)], [0], balancer)
+        context_parallel_unshard(mesh, [torch.zeros(51)], [0], balancer, check=False)
 
 
 CASES = (
@@ -291,6 +355,8 @@ CASES = (
     masks_of_one_call,
     modes,
     different_calls,
+    shards_put_together,
+    loss_terms_of_another_tree,
     settings,
     arguments,
     arguments_of_per_token_tensors,

@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor.experimental._attention import _context_parallel_shard
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention_cases import case, hand_made_lists, ids_case, operands, tree_case
-from tests.distributed.attention_checks import check_case, close, cp_mesh, mask_of
+from tests.distributed.attention_checks import attend, check_case, close, cp_mesh, mask_of
 from tree_attn_op import TreeMask, tree_attention
 from tree_attn_op.distributed import (
     TreeLoadBalancer,
@@ -204,7 +206,59 @@ CASES = tuple(
 def compiled_without_a_graph_break() -> None:
     for options in ({}, {"num_chunks": 2, "reshard_after_forward": True}):
         torch._dynamo.reset()
-        check_case(tree_case(70, (16, 16)), compiled=True, **options)
+        run = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        check_case(tree_case(70, (16, 16)), run=run, **options)
+
+
+def compiled_for_many_lengths() -> None:
+    """The number of graphs does not grow with that of lengths, whichever ranks pad."""
+    world_size = dist.get_world_size()
+    compiled: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    def with_few(few: list[int], rank: int, num_tiles: int, over: int) -> TreeLoadBalancer:
+        """A plan in which one rank has these few tiles; the last tile has ``over`` tokens."""
+        rest = [tile for tile in range(num_tiles) if tile not in few]
+        hands = [rest[start :: world_size - 1] for start in range(world_size - 1)]
+        hands.insert(rank, few)
+        return TreeLoadBalancer(hands, 16 * (num_tiles - 1) + over, 16)
+
+    for dynamic, most in ((None, 3), (True, 2)):
+        torch._dynamo.reset()
+        compiled.clear()
+        run = torch.compile(attend, fullgraph=True, backend=counting, dynamic=dynamic)
+        for num_tiles in range(3 * world_size, 3 * world_size + 4):
+            for over in (1, 9, 16):
+                check_case(tree_case(16 * (num_tiles - 1) + over, (16, 16)), run=run)
+        # Static, then dynamic in what has changed, then in all; or in all from the start.
+        assert len(compiled) <= most, len(compiled)
+        # One tile, one token and none are sizes that Dynamo takes for constants.
+        for num_tiles in (9, 11):
+            last = num_tiles - 1
+            for rank in range(world_size):
+                for few, over in (([2], 9), ([last], 9), ([last], 1), ([], 5)):
+                    plan = with_few(few, rank, num_tiles, over)
+                    check_case(tree_case(plan.seq_length, (16, 16)), plan, run=run)
+        assert len(compiled) <= most + 4, len(compiled)
+
+
+def compiled_by_inductor_for_ranks_that_pad() -> None:
+    """Inductor compares strides as well, in the backward too."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled.append(graph)
+        return compile_fx(graph, inputs)
+
+    torch._dynamo.reset()
+    run = torch.compile(attend, fullgraph=True, backend=counting, dynamic=True)
+    # Which of two ranks pads differs; each has tiles in a number that is not one of heads.
+    for length in (16 * 9 + 3, 16 * 10, 16 * 11 + 7):
+        check_case(tree_case(length, (16, 16)), run=run)
+    assert len(compiled) == 1, len(compiled)
 
 
 def collectives_of_compiled_code() -> None:
@@ -240,3 +294,4 @@ def collectives_of_compiled_code() -> None:
 
 
 COMPILED_CASES = (compiled_without_a_graph_break, collectives_of_compiled_code)
+RECOMPILED_CASES = (compiled_for_many_lengths, compiled_by_inductor_for_ranks_that_pad)

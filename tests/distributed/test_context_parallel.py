@@ -13,4 +13,6 @@ def test_equal_to_one_process(world_size: int) -> None:
     cases = [*context_parallel_cases.CASES]
     if world_size in (2, 3):
         cases += context_parallel_cases.COMPILED_CASES
+    if world_size == 2:
+        cases += context_parallel_cases.RECOMPILED_CASES
     run_on_ranks(world_size, [*cases, *check_cases.CASES])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from tests.distributed.model import (
 )
 from tree_attn_op import PrefixTree
 from tree_attn_op.distributed import (
+    TreeLoadBalancer,
     context_parallel_loss_terms,
     context_parallel_mask,
     context_parallel_shard,
@@ -289,7 +291,30 @@ def a_hugging_face_model_on_sharded_tokens() -> None:
         close(ours, theirs)
 
 
+def a_hugging_face_model_on_a_rank_without_tokens() -> None:
+    """All ranks hear of it before any waits for the other."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from tests.integrations.models import tiny
+    from tree_attn_op.integrations import transformers as tree_transformers
+
+    tree_transformers.register()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    given = tree(3)
+    length = given.num_tokens
+    plan = TreeLoadBalancer([range(-(-length // 16)), []], length, 16)
+    mask = context_parallel_mask(mesh, mask_of(given), plan)
+    ids = [given.input_ids[None], given.position_ids[None]]
+    input_ids, position_ids = context_parallel_shard(mesh, ids, [1, 1], plan)
+    trained = tiny("qwen3")
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+    message = rf"every rank must hold tokens, got \({length}, 0\)"
+    with pytest.raises(ValueError, match=message):
+        trained(attention_mask=mask, **inputs)
+
+
 TWO = (
+    a_hugging_face_model_on_a_rank_without_tokens,
     a_hugging_face_model_on_sharded_tokens,
     tensor_parallelism,
     context_parallelism,

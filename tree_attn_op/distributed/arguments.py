@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..api import check_options
 from ..arguments import check_int, check_tensor, check_type
 from ..mask import TreeMask
+from ..tree import LossTerms
 from .balance import TreeLoadBalancer
 from .collectives import Group
 
@@ -64,20 +65,16 @@ def check_optional_bool(name: str, value: object) -> None:
     check_type(name, value, (bool, type(None)), "a bool or None")
 
 
-def check_buffers(
-    buffers: Sequence[Any], seq_dims: Sequence[int], length: int, holder: str, masks: bool
-) -> None:
+def check_buffers(buffers: Sequence[Any], seq_dims: Sequence[int], masks: bool) -> None:
     """Check per-token tensors and the dimensions that are their sequence.
 
     Args:
         buffers, seq_dims: one dimension for each tensor.
-        length: tokens that each has.
-        holder: what has so many tokens, for the error.
         masks: TreeMasks are taken too; their dimension is not looked at.
 
     Raises:
         TypeError: no sequences, a DTensor or what is no tensor.
-        ValueError: another number of dimensions, one that a tensor has not, another length.
+        ValueError: another number of dimensions, or one that a tensor has not.
     """
     kinds = "Tensors and TreeMasks" if masks else "Tensors"
     check_type("buffers", buffers, Sequence, f"a sequence of {kinds}")
@@ -100,11 +97,47 @@ def check_buffers(
                 f"seq_dims[{at}] must be a dimension of {name}, of shape {tuple(buffer.shape)}, "
                 f"got {dim}"
             )
-        if buffer.shape[dim] != length:
+
+
+def check_lengths(
+    buffers: Sequence[Any], seq_dims: Sequence[int], length: int, holder: str
+) -> None:
+    """Check that per-token tensors have so many tokens. Masks are not looked at.
+
+    Args:
+        buffers, seq_dims: of :func:`check_buffers`.
+        length: tokens that each has.
+        holder: what has so many tokens, for the error.
+
+    Raises:
+        ValueError: another length.
+    """
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        if not isinstance(buffer, TreeMask) and buffer.shape[dim] != length:
             raise ValueError(
                 f"a buffer of shape {tuple(buffer.shape)} has {buffer.shape[dim]} tokens in "
                 f"dimension {dim}, {holder} {length}"
             )
+
+
+def check_loss_terms(terms: LossTerms, length: int) -> None:
+    """Check that loss terms are of a tree of so many tokens.
+
+    Terms that were made without the number of tokens are only refused if they name a token that
+    is not there.
+
+    Raises:
+        ValueError: they are of another tree.
+    """
+    given = terms.num_tokens
+    if given is not None and given != length:
+        raise ValueError(
+            f"terms must be of the tree that the mask was made for, of {length} tokens, got "
+            f"those of {given}"
+        )
+    places = (terms.source, terms.token)
+    if given is None and any(bool(((one < 0) | (one >= length)).any()) for one in places):
+        raise ValueError(f"terms must be of {length} tokens as the mask is, got a place beyond")
 
 
 def check_local(name: str, tensor: object) -> None:

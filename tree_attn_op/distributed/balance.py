@@ -202,10 +202,12 @@ class TreeLoadBalancer:
         Returns:
             int64 ``[world_size * max(lengths)]``; rows that are padding have token 0.
         """
-        tokens = torch.zeros(self.world_size, max(self.lengths), dtype=torch.int64)
+        longest = max(self.lengths)
+        # Not a view of something else, whose sizes torch.compile would look at too.
+        tokens = torch.zeros(self.world_size * longest, dtype=torch.int64)
         for rank, length in enumerate(self.lengths):
-            tokens[rank, :length] = self.positions(rank)
-        return tokens.flatten().to(device)
+            tokens[rank * longest :][:length] = self.positions(rank)
+        return tokens.to(device)
 
     def places(self, device: torch.device | str = "cpu") -> Tensor:
         """The row of each token among those padded shards, int64 ``[seq_length]``."""

@@ -2,8 +2,8 @@
 
 Each rank sends one fixed-size vector of integers, so that the exchange itself cannot fail for what
 it is there to find. ``TREE_ATTN_CHECK_RANKS`` in the environment says what is compared: unset, the
-masks as they are sharded, which is once a batch; ``1``, every uncompiled attention call as well,
-which makes each wait for the device; ``0``, nothing.
+masks as they are sharded, which is once a batch; ``1``, every uncompiled call that exchanges
+anything as well, which makes each wait for the device; ``0``, nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _SETTINGS = {"": (True, False), "0": (False, False), "1": (True, True)}
 _SLOTS = 24
 """Integers that a rank sends: the name of the check, then one for each field."""
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-_OTHER_DTYPE, _NO_DTYPE = -1, -2
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_NO_DTYPE = -1
 
 Fields = Mapping[str, "int | bytes | Tensor"]
 """What is compared, by the name that errors give it: bytes and tensors are equal or not."""
@@ -154,6 +157,45 @@ def check_call(
     _compare("context-parallel attention", fields, query.device, group, expected)
 
 
+def check_unshard(
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: TreeLoadBalancer,
+    device: torch.device,
+    group: Group,
+) -> None:
+    """Compare the shards that are to be put together with those of the other ranks.
+
+    Args:
+        buffers, seq_dims: this rank's, one dimension for each.
+        load_balancer: which rank holds which tokens.
+        device: of the mesh.
+        group: of the mesh dimension.
+
+    Raises:
+        RankMismatchError: on every rank, if any two do not fit or a length is not as it should be.
+    """
+    what = "putting shards together"
+    number: Fields = {
+        "the number of buffers": len(buffers),
+        "the load balancer": load_balancer.identity,
+    }
+    _compare(what, number, device, group)
+    # One at a time: a rank sends so many numbers at once, and there may be any number of buffers.
+    for at, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        name, dim = f"buffers[{at}]", dim % buffer.dim()
+        sizes = [*buffer.shape[:dim], *buffer.shape[dim + 1 :]]
+        length = f"the length of {name}"
+        fields: Fields = {
+            length: buffer.shape[dim],
+            f"the dtype of {name}": _dtype_number(buffer.dtype),
+            f"the dimensions of {name}": buffer.dim(),
+            f"the sequence dimension of {name}": dim,
+            f"the other sizes of {name}": repr(sizes).encode(),
+        }
+        _compare(what, fields, device, group, {length: load_balancer.lengths})
+
+
 def _compare(
     what: str,
     fields: Fields,
@@ -192,13 +234,14 @@ def _compare(
 def _named(name: str, values: Sequence[int]) -> list[object]:
     if "dtype" not in name:
         return list(values)
-    known = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
-    names = {_OTHER_DTYPE: "another", _NO_DTYPE: "none"}
-    return [names[value] if value in names else known[value] for value in values]
+    names = {_dtype_number(dtype): str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+    names[_NO_DTYPE] = "none"
+    return [names.get(value, "another") for value in values]
 
 
 def _dtype_number(dtype: torch.dtype) -> int:
-    return _DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE
+    # A number below 0 for all others, which differ from each other too.
+    return _DTYPES.index(dtype) if dtype in _DTYPES else _number(str(dtype).encode()) | -(2**63)
 
 
 def _unlike_first(values: Sequence[int]) -> str:

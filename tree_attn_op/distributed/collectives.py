@@ -37,11 +37,17 @@ def wait(pending: Tensor) -> Tensor:
 
 def padded(tensor: Tensor, dim: int, longest: int) -> Tensor:
     """A rank's part of a tensor with zeros behind it in the dimension of the tokens."""
-    missing = longest - tensor.shape[dim]
-    if not missing:
+    length, shape = tensor.shape[dim], list(tensor.shape)
+    if torch.compiler.is_compiling():
+        # To ask whether anything is missing, or to make a tensor of what is, would cost a graph
+        # for ranks that pad and one for those that do not; so would strides that depend on the
+        # longest shard, which are compared with the tensor's. A compiler fuses this with its use.
+        del shape[dim]
+        zeros = tensor.new_zeros([longest, *shape]).movedim(0, dim)
+        return torch.slice_scatter(zeros, tensor, dim, 0, length)
+    if length == longest:
         return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
+    shape[dim] = longest - length
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 

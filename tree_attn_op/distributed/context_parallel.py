@@ -9,6 +9,7 @@ where a ring exchange relies on causal chunks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class ContextParallelMask:
         local: this rank's queries against all keys.
         load_balancer: which tokens each rank holds.
         places, tokens, group: how they are exchanged, see ``collectives.py``.
+        has_empty_rank: whether some rank holds no token.
         fingerprint: int64, 0-d, of whole mask and partition; None: made in compiled code.
     """
 
@@ -53,6 +55,7 @@ class ContextParallelMask:
     places: Tensor
     tokens: Tensor
     group: Group
+    has_empty_rank: bool
     fingerprint: Tensor | None
 
     def __init__(
@@ -70,9 +73,26 @@ class ContextParallelMask:
             ("places", lasting(load_balancer.places(mask.device))),
             ("tokens", lasting(load_balancer.padded_tokens(mask.device))),
             ("group", group),
+            ("has_empty_rank", 0 in load_balancer.lengths),
             ("fingerprint", fingerprint),
         ):
             object.__setattr__(self, name, given)
+        # Dynamo takes seconds to import, and what has not imported it has compiled nothing.
+        if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+            self._mark_lengths()
+
+    def _mark_lengths(self) -> None:
+        """Tell Dynamo which sizes differ from mask to mask.
+
+        Tokens, blocks and the longest shard do not all change at once: it would else find them
+        one by one, each with a graph of its own. Sizes that it wants constant stay so.
+        """
+        local = self.local
+        for values in (self.places, self.tokens, local.q_vals, local.k_vals):
+            torch._dynamo.maybe_mark_dynamic(values, values.dim() - 1)
+        for one in local.lists.tensors:
+            if one is not None:
+                torch._dynamo.maybe_mark_dynamic(one, list(range(2, one.dim())))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a ContextParallelMask is immutable")
@@ -258,7 +278,8 @@ def context_parallel_shard(
     group = group_of(mesh)
     check_partition(load_balancer, group.size)
     length = load_balancer.seq_length
-    arguments.check_buffers(buffers, seq_dims, length, "the load balancer is for", masks=True)
+    arguments.check_buffers(buffers, seq_dims, masks=True)
+    arguments.check_lengths(buffers, seq_dims, length, "the load balancer is for")
     shards: list[Any] = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         if isinstance(buffer, TreeMask):
@@ -275,6 +296,8 @@ def context_parallel_unshard(
     buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
     load_balancer: TreeLoadBalancer,
+    *,
+    check: bool | None = None,
 ) -> list[Tensor]:
     """The whole tensors, in the order of the sequence, on every rank.
 
@@ -286,16 +309,24 @@ def context_parallel_unshard(
         buffers: this rank's parts, as :func:`context_parallel_shard` gives them.
         seq_dims: the dimension of each that is the sequence.
         load_balancer: which rank holds which tokens.
+        check: compare dtypes and sizes between the ranks; None: if ``TREE_ATTN_CHECK_RANKS=1``.
+            Compiled code compares nothing.
 
     Raises:
         TypeError: what is no plain tensor or dimension.
         ValueError: a length that is not this rank's, or dimensions that do not fit.
+        RankMismatchError: buffers or partitions differ between the ranks.
     """
     group = group_of(mesh)
     check_partition(load_balancer, group.size)
+    arguments.check_optional_bool("check", check)
+    arguments.check_buffers(buffers, seq_dims, masks=False)
+    if not torch.compiler.is_compiling() and checks.checks_calls(check):
+        device = torch.device(mesh.device_type)
+        checks.check_unshard(buffers, seq_dims, load_balancer, device, group)
     lengths = load_balancer.lengths
     holder = f"rank {group.rank} holds"
-    arguments.check_buffers(buffers, seq_dims, lengths[group.rank], holder, masks=False)
+    arguments.check_lengths(buffers, seq_dims, lengths[group.rank], holder)
     whole = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         gathered = wait(start_gather(padded(buffer.movedim(dim, 0), 0, max(lengths)), group))
@@ -320,15 +351,18 @@ def context_parallel_loss_terms(terms: LossTerms, mask: ContextParallelMask) -> 
 
     Raises:
         TypeError: terms or a mask of another type.
+        ValueError: terms of a tree of another length than the mask's.
     """
     check_type("terms", terms, LossTerms, "LossTerms")
     check_type("mask", mask, ContextParallelMask, "a ContextParallelMask")
+    arguments.check_loss_terms(terms, mask.load_balancer.seq_length)
     row = torch.full((mask.load_balancer.seq_length,), -1, device=terms.source.device)
     positions = mask.positions.to(row.device)
     row[positions] = torch.arange(positions.numel(), device=row.device)
     source = row[terms.source]
     own = torch.nonzero(source >= 0).squeeze(1)
-    return LossTerms(source[own], terms.token[own], terms.label[own], terms.multiplicity[own])
+    tensors = (source[own], terms.token[own], terms.label[own], terms.multiplicity[own])
+    return LossTerms(*tensors, num_tokens=terms.num_tokens)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -172,7 +172,7 @@ def tree_attention_mask(
 
     Raises:
         ValueError: the layers' own mask is neither causal nor a sliding window, a padding mask was
-            given, or there are tokens in a cache.
+            given, there are tokens in a cache, or a rank of a ContextParallelMask has no tokens.
     """
     if isinstance(attention_mask, Tensor):
         raise ValueError(
@@ -200,7 +200,23 @@ def tree_attention_mask(
             "the model adds a mask of its own to the causal one (bidirectional blocks of image "
             "tokens, for instance), which would be lost on a tree"
         )
+    _check_ranks(attention_mask)
     return LayerMask(attention_mask, local_size)
+
+
+def _check_ranks(mask: object) -> None:
+    """Refuse a mask with ranks that transformers cannot run, on all ranks before any waits."""
+    if mask is None or isinstance(mask, (TreeMask, BlockMask)):
+        return
+    # Not at the top: torch.distributed is of no use to most.
+    from ..distributed import ContextParallelMask
+
+    if isinstance(mask, ContextParallelMask) and mask.has_empty_rank:
+        raise ValueError(
+            f"every rank must hold tokens, got {mask.load_balancer.lengths}: attention layers of "
+            "transformers reshape to [B, n, -1, D], which means nothing for n = 0. Make the mask "
+            "with a smaller BLOCK_SIZE, a multiple of 16, or use fewer ranks"
+        )
 
 
 def tree_attention_forward(
@@ -269,6 +285,7 @@ def tree_attention_forward(
         given_mask = tree_mask
     if given_mask is None:
         raise ValueError(_NO_MASK.format(name=name))
+    _check_ranks(given_mask)
     if window is not None:
         if position_ids is None:
             raise ValueError(

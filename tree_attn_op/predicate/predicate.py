@@ -51,15 +51,18 @@ class Predicate:
         TypeError: root is no node.
     """
 
-    __slots__ = ("__dict__", "root")
+    __slots__ = ("__dict__", "_text", "root")
 
     root: Node
+    _text: str
 
     def __init__(self, root: Node):
         if not isinstance(root, Compare | Const | And | Or):
             hint = "; Predicate.parse takes text" if isinstance(root, str) else ""
             raise TypeError(f"root must be a node, got {type(root).__name__}{hint}")
         object.__setattr__(self, "root", normalise(root))
+        # Printed once, here: where torch.compile takes all ints for dynamic, it cannot print them.
+        object.__setattr__(self, "_text", print_node(self.root))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Predicate is immutable")
@@ -74,7 +77,7 @@ class Predicate:
         return hash(self.root)
 
     def __str__(self) -> str:
-        return print_node(self.root)
+        return self._text
 
     def __repr__(self) -> str:
         return f"Predicate({str(self)!r})"

@@ -32,12 +32,14 @@ class LossTerms:
         label: int64 [E], the id of that token.
         multiplicity: int64 [E], how many trajectories run through that token, that is how often
             the term occurs in the unpacked batch.
+        num_tokens: N, the packed tokens of the whole tree; None: not known.
     """
 
     source: Tensor
     token: Tensor
     label: Tensor
     multiplicity: Tensor
+    num_tokens: int | None = None
 
     @classmethod
     def of(cls, parents: Tensor, input_ids: Tensor, multiplicity: Tensor) -> LossTerms:
@@ -45,7 +47,9 @@ class LossTerms:
         token = torch.nonzero(parents >= 0).squeeze(1)
         token = token[torch.argsort(parents[token], stable=True)]
         source, label = parents[token], input_ids[token]
-        return cls(*map(lasting, (source, token, label, multiplicity[token])))
+        tensors = (source, token, label, multiplicity[token])
+        source, token, label, multiplicity = map(lasting, tensors)
+        return cls(source, token, label, multiplicity, parents.shape[0])
 
     def __len__(self) -> int:
         return self.source.numel()
