@@ -27,8 +27,8 @@ from tree_attn_op.kernels.launching import Output
 
 PACKAGE = "tree_attn_op.kernels.hopper."
 MODULES = (
-    "schedule", "masking", "pair_masks", "packing", "loading", "forward_kernel", "dq_kernel",
-    "dkdv_kernel", "fast_backward_kernel",
+    "schedule", "queue", "masking", "pair_masks", "packing", "loading", "forward_kernel",
+    "dq_kernel", "dkdv_kernel", "fast_backward_kernel",
 )  # fmt: skip
 
 
@@ -189,6 +189,26 @@ class _Tile:
         self.view.copy_(x.as_subclass(Tensor).reshape(self.view.shape))
 
 
+class _Numbers:
+    """Integers in shared memory."""
+
+    def __init__(self, count: int):
+        self.memory: list[Any] = [None] * count
+
+    def index(self, i: int) -> Any:
+        at = _inside(i, len(self.memory))
+
+        def store(x: Tensor) -> None:
+            self.memory[at] = int(x)
+
+        def load(layout: Any) -> Tensor:
+            if self.memory[at] is None:
+                raise SimulationError("a number is read that was not written")
+            return _values(torch.tensor([self.memory[at]]))
+
+        return types.SimpleNamespace(store=store, load=load)
+
+
 class _Product:
     """A matrix product in flight."""
 
@@ -218,6 +238,7 @@ class _Machine:
         self.block = self.blocks = self.running = 0
         self.waits: dict[int, tuple[_Barrier, int]] = {}
         self.late = False
+        self.taken = 0
         self.error: BaseException | None = None
 
     def stuck(self) -> bool:
@@ -344,6 +365,21 @@ def _store(pointer: _Pointer, value: Tensor, mask: Tensor) -> None:
     pointer.flat[offset] = value.as_subclass(Tensor)[chosen]
 
 
+def _atomic_add(pointer: _Pointer, value: int, sem: str) -> _Int:
+    """Blocks run one after another: now and then one finds that others have taken all."""
+    _machine.taken += 1
+    if _machine.block < _machine.blocks - 1 and _machine.taken % 3 == 0:
+        return _Int(2**30)
+    at = pointer.check(torch.tensor(int(pointer.offset)))
+    before = int(pointer.flat[at])
+    pointer.flat[at] += value
+    return _Int(before)
+
+
+def _largest(x: Tensor, axis: int) -> Any:
+    return _Int(x) if x.dim() == 1 and not x.is_floating_point() else x.amax(axis)
+
+
 def _either(function: Callable[..., Tensor], scalar: Callable[..., int]) -> Callable[..., Any]:
     def call(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -354,6 +390,8 @@ def _either(function: Callable[..., Tensor], scalar: Callable[..., int]) -> Call
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int32:
+        return _Numbers(shape[0])
     if dtype != torch.int64:
         return _Boxes(dtype, shape)
     return _Barrier() if len(shape) == 1 else _Barriers(shape[0])
@@ -393,11 +431,12 @@ def _language() -> Any:
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
         int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=no_layout, NVMMASharedLayout=no_layout, DotOperandLayout=no_layout,
-        SliceLayout=no_layout, SwizzledSharedLayout=no_layout,
+        SliceLayout=no_layout, SwizzledSharedLayout=no_layout, BlockedLayout=no_layout,
+        num_warps=lambda: 4,
         program_id=lambda axis: _Int(_machine.block),
         num_programs=lambda axis: _Int(_machine.blocks),
         static_range=range, static_assert=lambda condition: None,
-        load=_load, store=_store, allocate_shared_memory=_allocate,
+        load=_load, store=_store, atomic_add=_atomic_add, allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,
         minimum=_either(torch.minimum, min), maximum=_either(torch.maximum, max),
         to_tensor=_Int,
@@ -410,7 +449,7 @@ def _language() -> Any:
         permute=lambda x, order: x.permute(order),
         where=torch.where,
         sum=lambda x, axis: x.sum(axis),
-        max=lambda x, axis: x.amax(axis),
+        max=_largest,
         exp2=torch.exp2, log2=torch.log2,
     )  # fmt: skip
 
@@ -484,15 +523,24 @@ def _heaviest_first(cost: Tensor) -> Tensor:
     return cost.argsort(dim=1, descending=True, stable=True).int()
 
 
-def _pair_order(by_query: Any) -> Tensor:
+def _heads_together(cost: Tensor, blocks: int) -> int:
+    """Enough heads that the heaviest item takes 1.5 times as long as they all, or less."""
+    return max(math.ceil(2 * int(cost.max()) * blocks / (3 * max(int(cost.sum()), 1))), 1)
+
+
+def _pair_order(by_query: Any, blocks: int) -> Tensor:
     counts, _, full, _ = _of_tiles(by_query)
     cost = torch.nn.functional.pad(counts + full, (0, counts.shape[1] % 2)).unflatten(1, (-1, 2))
     order = _heaviest_first(cost.sum(-1))
     listed = (cost > 0).int() @ torch.tensor([1, 2], dtype=torch.int32)
-    return 4 * order + listed.gather(1, order.long())
+    codes = 4 * order + listed.gather(1, order.long())
+    head = torch.tensor([_heads_together(cost[0].sum(-1), blocks), 0])
+    return torch.cat([head, codes.flatten()]).int()
 
 
-def _row_schedule(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor) -> Tensor:
+def _row_schedule(
+    counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor, blocks: int
+) -> Tensor:
     entries = []
     for b, order in enumerate(_heaviest_first(counts + full).tolist()):
         for row in order:
@@ -508,7 +556,8 @@ def _row_schedule(counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tenso
                     [(int(tile), state) for tile in lists[state][:2]] if state else [(0, 0)] * 2
                 )
             codes = [4 * tile + state for tile, state in first]
-            entries.append([row, len(lists[1]), len(lists[2]), *codes, 0, 0, 0])
+            together = _heads_together(counts[b] + full[b], blocks)
+            entries.append([row, len(lists[1]), len(lists[2]), *codes, together, 0, 0])
     return torch.tensor(entries, dtype=torch.int32).view(*counts.shape, 8)
 
 
@@ -557,18 +606,18 @@ def _of_tiles(lists: Any) -> list[Tensor]:
 class _RowSchedule:
     """Stands for the class of ``prepare.py``."""
 
-    def __init__(self, lists: Any):
-        pass
+    def __init__(self, lists: Any, blocks: int):
+        self.blocks = blocks
 
     def __call__(self, lists: Any) -> Tensor:
-        return _row_schedule(*_of_tiles(lists))
+        return _row_schedule(*_of_tiles(lists), self.blocks)
 
 
 class _BackwardPreparation:
     """Stands for the class of ``prepare.py``."""
 
     def __init__(self, out: Tensor, *arguments: Any):
-        self.tiles = arguments[-1]
+        self.tiles, self.blocks, self.blocks_a_row = arguments[-3:]
         self.stats = Output.dense((*out.shape[:2], self.tiles, 2, 64), torch.float32, out.device)
 
     def __call__(
@@ -581,9 +630,11 @@ class _BackwardPreparation:
         by_key: Any,
     ) -> tuple[Tensor, ...]:
         counts, entries = _merge_lists(*_of_tiles(by_query))
-        schedule = counts if by_key is None else _row_schedule(*_of_tiles(by_key))
+        schedule = counts
+        if by_key is not None:
+            schedule = _row_schedule(*_of_tiles(by_key), self.blocks_a_row)
         stats = _row_statistics(out, grad_out, lse, grad_lse, self.tiles)
-        return _pair_order(by_query), counts, entries, schedule, stats
+        return _pair_order(by_query, self.blocks), counts, entries, schedule, stats
 
 
 def _form_launch(count: int, step_tiles: int, least: int) -> Callable[..., None]:

@@ -78,9 +78,12 @@ class BackwardPlan:
         key_pairs = (kv_tiles + 1) // 2
         step_tiles = q_block_size // 64
         stats_tiles = q_tiles * step_tiles
+        head_items = heads // 2 if packed else heads
+        blocks = multiprocessors(query.device)
         self._prepare = BackwardPreparation(
-            out, grad_out, lse, grad_lse, by_query, by_key, stats_tiles
-        )
+            out, grad_out, lse, grad_lse, by_query, by_key, stats_tiles,
+            blocks, -(-blocks * kv_heads // head_items),
+        )  # fmt: skip
         long_rows = LONG_ROWS[wider]
         if form is None:
             # A causal mask lists half of the tiles on average, and few masks list more.
@@ -89,7 +92,6 @@ class BackwardPlan:
             form = "deterministic" if exact else "by length"
         self._form = form
         by_length = form == "by length"
-        blocks = multiprocessors(query.device)
         common = {
             **value_strides(q_vals, k_vals),
             "q_tiles": q_tiles, "batches": batch, "heads": heads, "q_len": q_len,
@@ -130,7 +132,6 @@ class BackwardPlan:
             {**by_pairs, **_shaped(config), "STEP_HEADS": config.step_heads},
             options,
         )
-        head_items = heads // 2 if packed else heads
         self._dq = Launch(
             dq_kernel,
             (min(q_tiles * batch * head_items, blocks),),

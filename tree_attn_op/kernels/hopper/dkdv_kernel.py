@@ -23,13 +23,14 @@ from .compat import (
 )
 from .loading import load_rows
 from .masking import evaluate
-from .schedule import load_entry, load_item, turns_of_block
+from .queue import ITEM_SLOTS, dispatch_items, look_up, make_queue, release
+from .schedule import entries_of, load_entry
 
 
 @gluon.jit
 def _producer(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes, v_boxes, stats_boxes,
-    bars, codes, stats_tiles, heads,
+    bars, queue, codes, stats_tiles, heads,
     GROUP: gl.constexpr, STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -37,9 +38,13 @@ def _producer(
     q_tiles = codes[5]
     STEPS: gl.constexpr = GROUP // STEP_HEADS
     step = 0
-    for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
-        if total > 0:
+    batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, 0, ITEM_SLOTS)
+    turn = 0
+    while more != 0:
+        entry_pointer = entries_of(codes, batch, key_pair)
+        if total == 0:
+            release(queue, turn, ITEM_SLOTS)
+        else:
             if step > 0:
                 # K and V are read for the last time before the item's last step is freed.
                 last = step - 1
@@ -51,6 +56,9 @@ def _producer(
                 load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
         code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
+            # Taking the next item takes a while; taking it early leaves less to share out.
+            if entry == gl.maximum(total - 2, 0):
+                release(queue, turn, ITEM_SLOTS)
             first_tile = (code // 16) * STEP_TILES
             code = load_entry(entry_pointer, entry + 1, mixed, q_tiles)
             for part in range(STEP_TILES * STEPS):
@@ -79,6 +87,8 @@ def _producer(
                         stage * (STEP_HEADS * V_CHUNKS) + i, V_CHUNKS, STEP_HEADS,
                     )  # fmt: skip
                 step += 1
+        turn += 1
+        batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, turn, ITEM_SLOTS)
 
 
 @gluon.jit
@@ -124,7 +134,8 @@ def _accumulate(
 @gluon.jit
 def _consumer(
     GROUP_INDEX: gl.constexpr, dk_desc, dv_desc, q_smem, do_smem, k_smem, v_smem, stats_smem,
-    dk_smem, dv_smem, dk_boxes, dv_boxes, bars, codes, values, scale, scale_log2, q_len, kv_len,
+    dk_smem, dv_smem, dk_boxes, dv_boxes, bars, queue, codes, values, scale, scale_log2, q_len,
+    kv_len,
     GROUP: gl.constexpr, STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
     PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
@@ -146,8 +157,11 @@ def _consumer(
     # ``step`` counts steps, ``item`` items with any step, over all turns.
     step = 0
     item = 0
-    for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
+    batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, 0, ITEM_SLOTS)
+    release(queue, 0, ITEM_SLOTS)
+    turn = 0
+    while more != 0:
+        entry_pointer = entries_of(codes, batch, key_pair)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, QK_CHUNKS * 64], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)
@@ -207,6 +221,9 @@ def _consumer(
                 dv_desc, [batch, kv_head, key_token, chunk * 64],
                 dv_boxes.index(GROUP_INDEX * V_CHUNKS + chunk),
             )  # fmt: skip
+        turn += 1
+        batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, turn, ITEM_SLOTS)
+        release(queue, turn, ITEM_SLOTS)
     tma.store_wait(0)
 
 
@@ -266,18 +283,20 @@ def dkdv_kernel(
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     bars = (kv_full, q_full, do_full, empty)
+    queue = make_queue(ITEM_SLOTS)
     codes = (order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads)
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
     gl.warp_specialize([
         (_consumer, (0, dk_desc, dv_desc, q_smem, do_smem, k_smem, v_smem, stats_smem, dk_smem,
-                     dv_smem, dk_boxes, dv_boxes, bars, codes, values, scale, scale_log2, q_len,
-                     kv_len, GROUP, STEP_HEADS, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL,
-                     QK_CHUNKS, V_CHUNKS)),
+                     dv_smem, dk_boxes, dv_boxes, bars, queue, codes, values, scale, scale_log2,
+                     q_len, kv_len, GROUP, STEP_HEADS, STEP_TILES, STAGES, PROGRAM, Q_TAIL,
+                     KV_TAIL, QK_CHUNKS, V_CHUNKS)),
         (_consumer, (1, dk_desc, dv_desc, q_smem, do_smem, k_smem, v_smem, stats_smem, dk_smem,
-                     dv_smem, dk_boxes, dv_boxes, bars, codes, values, scale, scale_log2, q_len,
-                     kv_len, GROUP, STEP_HEADS, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL,
-                     QK_CHUNKS, V_CHUNKS)),
+                     dv_smem, dk_boxes, dv_boxes, bars, queue, codes, values, scale, scale_log2,
+                     q_len, kv_len, GROUP, STEP_HEADS, STEP_TILES, STAGES, PROGRAM, Q_TAIL,
+                     KV_TAIL, QK_CHUNKS, V_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes,
-                     v_boxes, stats_boxes, bars, codes, stats_tiles, heads, GROUP, STEP_HEADS,
-                     STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+                     v_boxes, stats_boxes, bars, queue, codes, stats_tiles, heads, GROUP,
+                     STEP_HEADS, STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
+        (dispatch_items, (queue, codes)),
+    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -18,32 +18,24 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
-from .schedule import (
-    KEY_TILE,
-    heads_of_row,
-    load_row,
-    load_tile,
-    rows_of,
-    split_pairs,
-    turns_of_block,
-)
+from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
+from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars, lists, rows,
+    q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars, queue, lists,
     kv_len,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     q_full, k_full, k_empty, v_full, v_empty = bars
     step = 0
-    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
-    for turn in range(turns_of_block(rows)):
-        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
-            turn + 1, lists
-        )
-        batch, head, kv_head = heads_of_row(turn, lists, GROUP, PACKED)
+    q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(queue, 0, ROW_SLOTS)
+    turn = 0
+    while more != 0:
+        release(queue, turn, ROW_SLOTS)
+        head, kv_head = head_of_item(item, GROUP, PACKED)
         list_row = batch * lists[3] + q_tile
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         token_0, token_1 = first_tokens(first_0, first_1, kv_len)
@@ -67,8 +59,10 @@ def _producer(
                 pair, partial_start, partial_pairs, full_start, list_row, lists
             )
             step += 1
-        q_tile, partials, fulls = next_q_tile, next_partials, next_fulls
-        first_0, first_1 = next_first_0, next_first_1
+        turn += 1
+        q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(
+            queue, turn, ROW_SLOTS
+        )
 
 
 @gluon.jit
@@ -128,7 +122,7 @@ def _rows_of_consumer(
 @gluon.jit
 def _consumer(
     GROUP_INDEX: gl.constexpr, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars,
-    lists, rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+    queue, lists, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
     Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -148,13 +142,15 @@ def _consumer(
     kv_tiles = lists[5]
     # ``step`` counts pairs over all rows.
     step = 0
-    batch, head, _kv_head = heads_of_row(0, lists, GROUP, PACKED)
-    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(queue, 0, ROW_SLOTS)
+    release(queue, 0, ROW_SLOTS)
     list_row = batch * lists[3] + q_tile
+    head, _kv_head = head_of_item(item, GROUP, PACKED)
     head, q_token, row_lse, row_delta = _rows_of_consumer(
         batch, head, q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
     )
-    for turn in range(turns_of_block(rows)):
+    turn = 0
+    while more != 0:
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         mbarrier.wait(q_full, turn & 1)
@@ -197,10 +193,6 @@ def _consumer(
                 STAGES, P_LAYOUT,
             )  # fmt: skip
             step += 1
-        # On its way while this row is stored. Any earlier, it would take registers in the loops.
-        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
-            turn + 1, lists
-        )
         tma.store_wait(0)
         dq_tile.store((dq * scale).to(q_smem.dtype))
         fence_async_shared()
@@ -209,12 +201,16 @@ def _consumer(
                 dq_desc, [batch, head, q_token, chunk * 64],
                 dq_boxes.index(GROUP_INDEX * QK_CHUNKS + chunk),
             )  # fmt: skip
-        batch, head, _kv_head = heads_of_row(turn + 1, lists, GROUP, PACKED)
-        head, q_token, row_lse, row_delta = _rows_of_consumer(
-            batch, head, next_q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
+        turn += 1
+        q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(
+            queue, turn, ROW_SLOTS
         )
-        list_row = batch * lists[3] + next_q_tile
-        partials, fulls, first_0, first_1 = next_partials, next_fulls, next_first_0, next_first_1
+        release(queue, turn, ROW_SLOTS)
+        head, _kv_head = head_of_item(item, GROUP, PACKED)
+        head, q_token, row_lse, row_delta = _rows_of_consumer(
+            batch, head, q_tile, stats, stats_tiles, heads, GROUP_INDEX, PACKED, ROW
+        )
+        list_row = batch * lists[3] + q_tile
     tma.store_wait(0)
 
 
@@ -267,17 +263,19 @@ def dq_kernel(
         schedule, partial_tiles, full_tiles,
         list_batch_rows, q_tiles, kv_tiles, batches, head_items,
     )  # fmt: skip
-    rows = rows_of(lists)
+    queue = make_queue(ROW_SLOTS)
+    rows = q_tiles * batches * head_items
     if CONDITIONAL:
         rows = rows * gl.load(active + 1)
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
     gl.warp_specialize([
-        (_consumer, (0, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, lists,
-                     rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+        (_consumer, (0, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, queue,
+                     lists, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
                      GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS)),
-        (_consumer, (1, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, lists,
-                     rows, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
+        (_consumer, (1, dq_desc, q_smem, do_smem, dq_smem, dq_boxes, k_smem, v_smem, bars, queue,
+                     lists, values, stats, stats_tiles, scale, scale_log2, q_len, kv_len, heads,
                      GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, q_boxes, do_boxes, k_boxes, v_boxes, bars,
-                     lists, rows, kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+                     queue, lists, kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
+        (dispatch_rows, (queue, lists, rows, GROUP // 2 if PACKED else GROUP)),
+    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -12,25 +12,26 @@ from .compat import TensorDescriptor, gl
 
 @triton.jit
 def _finish_kernel(
-    acc, dq, active, dq_batch, dq_head, dq_row, dq_column, heads, q_len, width, tiles, scale,
+    acc, dq, active, dq_batch, dq_head, dq_row, dq_column, batches, heads, q_len, width, tiles,
+    scale,
     CONDITIONAL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    wanted = True
+    count = batches * heads * tiles
     if CONDITIONAL:
-        wanted = tl.load(active) != 0
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    begin = ((batch * heads + head) * tiles + tile) * (64 * WIDTH)
-    parts = tl.load(acc + begin + tl.arange(0, 64 * WIDTH), wanted)
-    # Blocks of eight columns; in one (warp, 8 rows, 4 columns, upper or lower rows, 2 columns).
-    parts = tl.reshape(parts, [WIDTH // 8, 4, 8, 4, 2, 2])
-    rows = tl.reshape(tl.permute(parts, (1, 4, 2, 0, 3, 5)), [64, WIDTH])
-    row = tile * 64 + tl.arange(0, 64)
-    column = tl.arange(0, WIDTH)
-    mask = (row < q_len)[:, None] & (column < width)[None, :] & wanted
-    offset = row.to(tl.int64)[:, None] * dq_row + column[None, :] * dq_column
-    tl.store(dq + batch * dq_batch + head * dq_head + offset, rows * scale, mask)
+        count *= tl.load(active)
+    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+        tile = item % tiles
+        batch = tl.cast(item // tiles // heads, tl.int64)
+        head = tl.cast(item // tiles % heads, tl.int64)
+        parts = tl.load(acc + tl.cast(item, tl.int64) * (64 * WIDTH) + tl.arange(0, 64 * WIDTH))
+        # Blocks of eight columns; in one (warp, 8 rows, 4 columns, upper or lower, 2 columns).
+        parts = tl.reshape(parts, [WIDTH // 8, 4, 8, 4, 2, 2])
+        rows = tl.reshape(tl.permute(parts, (1, 4, 2, 0, 3, 5)), [64, WIDTH])
+        row = tile * 64 + tl.arange(0, 64)
+        column = tl.arange(0, WIDTH)
+        mask = (row < q_len)[:, None] & (column < width)[None, :]
+        offset = row.to(tl.int64)[:, None] * dq_row + column[None, :] * dq_column
+        tl.store(dq + batch * dq_batch + head * dq_head + offset, rows * scale, mask)
 
 
 def finish_launch(acc: Tensor, dq: Tensor, scale: float, conditional: bool) -> Launch:
@@ -52,10 +53,13 @@ def finish_launch(acc: Tensor, dq: Tensor, scale: float, conditional: bool) -> L
     names = ("dq_batch", "dq_head", "dq_row", "dq_column")
     fixed = {
         **dict(zip(names, dq.stride(), strict=True)),
-        "heads": heads, "q_len": q_len, "width": width, "tiles": tiles, "scale": scale,
-        "CONDITIONAL": conditional, "WIDTH": 8 * acc.shape[3],
+        "batches": batch, "heads": heads, "q_len": q_len, "width": width, "tiles": tiles,
+        "scale": scale, "CONDITIONAL": conditional,
+        "WIDTH": 8 * acc.shape[3],
     }  # fmt: skip
-    return Launch(_finish_kernel, (tiles, batch * heads), (), fixed, {"num_warps": 4})
+    # No more programs than run at once: they may have nothing to do.
+    grid = (min(tiles * batch * heads, 2048),)
+    return Launch(_finish_kernel, grid, (), fixed, {"num_warps": 4})
 
 
 def sums_of(acc: Tensor, rows: int) -> TensorDescriptor:

@@ -28,7 +28,8 @@ from .compat import (
 from .loading import load_rows
 from .masking import evaluate
 from .packing import hidden_from_assembler
-from .schedule import load_entry, load_item, turns_of_block
+from .queue import ITEM_SLOTS, dispatch_items, look_up, make_queue, release
+from .schedule import entries_of, load_entry
 
 DS_STAGES = gl.constexpr(2)
 """Buffers of dS: one is filled while the other is multiplied."""
@@ -52,7 +53,7 @@ def _place(step, STAGES: gl.constexpr):
 @gluon.jit
 def _producer(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes, v_boxes, stats_boxes,
-    bars, codes, kv_len, stats_tiles, heads,
+    bars, queue, codes, kv_len, stats_tiles, heads,
     GROUP: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -60,9 +61,13 @@ def _producer(
     q_tiles = codes[5]
     step = 0
     item = 0
-    for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, listed, entry_pointer, mixed, total = load_item(turn, codes)
-        if total > 0:
+    batch, kv_head, key_pair, listed, mixed, total, _, more = look_up(queue, 0, ITEM_SLOTS)
+    turn = 0
+    while more != 0:
+        entry_pointer = entries_of(codes, batch, key_pair)
+        if total == 0:
+            release(queue, turn, ITEM_SLOTS)
+        else:
             mbarrier.wait(kv_empty, (item & 1) ^ 1)
             item += 1
             mbarrier.expect(kv_full, 2 * (QK_CHUNKS + V_CHUNKS) * 64 * 64 * 2)
@@ -75,6 +80,9 @@ def _producer(
                 load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
         code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
+            # Taking the next item takes a while; taking it early leaves less to share out.
+            if entry == gl.maximum(total - 2, 0):
+                release(queue, turn, ITEM_SLOTS)
             first_tile = (code // 16) * STEP_TILES
             code = load_entry(entry_pointer, entry + 1, mixed, q_tiles)
             for part in range(STEP_TILES * GROUP):
@@ -99,6 +107,8 @@ def _producer(
                     V_CHUNKS, 1,
                 )  # fmt: skip
                 step += 1
+        turn += 1
+        batch, kv_head, key_pair, listed, mixed, total, _, more = look_up(queue, turn, ITEM_SLOTS)
 
 
 @gluon.jit
@@ -314,7 +324,8 @@ def _load_part(
 @gluon.jit
 def _consumer(
     GROUP_INDEX: gl.constexpr, dk_desc, dv_desc, acc_desc, smem, dq_smem, dk_smem, dv_smem,
-    dk_boxes, dv_boxes, bars, codes, values, scale, scale_log2, q_len, kv_len, stats_tiles, heads,
+    dk_boxes, dv_boxes, bars, queue, codes, values, scale, scale_log2, q_len, kv_len, stats_tiles,
+    heads,
     GROUP: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
     Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -337,8 +348,11 @@ def _consumer(
     # ``step`` counts steps, ``item`` items with any step, over all turns.
     step = 0
     item = 0
-    for turn in range(turns_of_block(codes[4] * codes[6] * codes[7])):
-        batch, kv_head, key_pair, _, entry_pointer, mixed, total = load_item(turn, codes)
+    batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, 0, ITEM_SLOTS)
+    release(queue, 0, ITEM_SLOTS)
+    turn = 0
+    while more != 0:
+        entry_pointer = entries_of(codes, batch, key_pair)
         key_token = key_pair * 128 + GROUP_INDEX * KEYS
         dk = gl.zeros([KEYS, WIDTH], gl.float32, DK_LAYOUT)
         dv = gl.zeros([KEYS, V_CHUNKS * 64], gl.float32, DV_LAYOUT)
@@ -427,6 +441,9 @@ def _consumer(
                 dk_desc, [batch, kv_head, key_token, chunk * 64],
                 dk_boxes.index(GROUP_INDEX * QK_CHUNKS + chunk),
             )  # fmt: skip
+        turn += 1
+        batch, kv_head, key_pair, _, mixed, total, _, more = look_up(queue, turn, ITEM_SLOTS)
+        release(queue, turn, ITEM_SLOTS)
     tma.store_wait(0)
 
 
@@ -494,19 +511,21 @@ def fast_backward_kernel(
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=2)
     bars = (kv_full, kv_empty, q_full, do_full, empty, ds_full, ds_empty)
+    queue = make_queue(ITEM_SLOTS)
     codes = (order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads)
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
     smem = (q_smem, do_smem, k_smem, v_smem, stats_smem, ds_smem)
     gl.warp_specialize([
         (_consumer, (0, dk_desc, dv_desc, acc_desc, smem, dq_smem, dk_smem, dv_smem, dk_boxes,
-                     dv_boxes, bars, codes, values, scale, scale_log2, q_len, kv_len, stats_tiles,
-                     heads, GROUP, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS,
-                     V_CHUNKS)),
+                     dv_boxes, bars, queue, codes, values, scale, scale_log2, q_len, kv_len,
+                     stats_tiles, heads, GROUP, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL,
+                     QK_CHUNKS, V_CHUNKS)),
         (_consumer, (1, dk_desc, dv_desc, acc_desc, smem, dq_smem, dk_smem, dv_smem, dk_boxes,
-                     dv_boxes, bars, codes, values, scale, scale_log2, q_len, kv_len, stats_tiles,
-                     heads, GROUP, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS,
-                     V_CHUNKS)),
+                     dv_boxes, bars, queue, codes, values, scale, scale_log2, q_len, kv_len,
+                     stats_tiles, heads, GROUP, STEP_TILES, STAGES, PROGRAM, Q_TAIL, KV_TAIL,
+                     QK_CHUNKS, V_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes,
-                     v_boxes, stats_boxes, bars, codes, kv_len, stats_tiles, heads, GROUP,
+                     v_boxes, stats_boxes, bars, queue, codes, kv_len, stats_tiles, heads, GROUP,
                      STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        (dispatch_items, (queue, codes)),
+    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

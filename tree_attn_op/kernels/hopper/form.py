@@ -48,12 +48,14 @@ def form_launch(count: int, step_tiles: int, least: int) -> Launch:
 @triton.jit
 def _zero_kernel(acc, active, count, BLOCK: tl.constexpr):
     if tl.load(active) != 0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(acc + index, tl.zeros([BLOCK], tl.float32), index < count)
+        for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(acc + index, tl.zeros([BLOCK], tl.float32), index < count)
 
 
 def zero_launch(count: int) -> Launch:
     """Launches on float32 ``[count]`` and ``active``: zeros if ``active[0]`` is not 0."""
     block = 4096
     fixed = {"count": count, "BLOCK": block}
-    return Launch(_zero_kernel, (triton.cdiv(count, block),), (), fixed, {})
+    # No more programs than run at once: they may have nothing to do.
+    return Launch(_zero_kernel, (min(triton.cdiv(count, block), 2048),), (), fixed, {})

@@ -43,9 +43,10 @@ class ForwardPlan:
         packed = group % 2 == 0
         self._out = Output.like(query, (batch, heads, q_len, v_width))
         self._lse = Output.dense((batch, heads, q_len), torch.float32, query.device)
-        self._schedule = RowSchedule(lists)
         list_batches, _, q_tiles, kv_tiles = lists[1].shape
         head_items = heads // 2 if packed else heads
+        blocks = multiprocessors(query.device)
+        self._schedule = RowSchedule(lists, -(-blocks * kv_heads // head_items))
         qk_chunks, v_chunks = chunks(width), chunks(v_width)
         config = config or FORWARD[max(qk_chunks, v_chunks)]
         fixed = {
@@ -58,7 +59,7 @@ class ForwardPlan:
             "KV_TAIL": kv_len % kv_block_size != 0, "QK_CHUNKS": qk_chunks, "V_CHUNKS": v_chunks,
             "REGISTERS": config.registers, "PRODUCER_REGISTERS": config.producer_registers,
         }  # fmt: skip
-        blocks = min(q_tiles * batch * head_items, multiprocessors(query.device))
+        blocks = min(q_tiles * batch * head_items, blocks)
         boxes = [boxes_of(tensor) for tensor in (query, key, value, self._out.sample())]
         self._attend = Launch(forward_kernel, (blocks,), boxes, fixed, {"num_warps": 4})
 

@@ -23,15 +23,8 @@ from .compat import (
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler, pack_pairs, unpack_pairs
 from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
-from .schedule import (
-    KEY_TILE,
-    heads_of_row,
-    load_row,
-    load_tile,
-    rows_of,
-    split_pairs,
-    turns_of_block,
-)
+from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
+from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
 _NOTHING_SEEN = gl.constexpr(-1e38)
 """Running maximum of a row that has seen no key: finite, so that no difference is NaN."""
@@ -40,7 +33,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, lists, kv_len,
+    q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, queue, lists, kv_len,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -51,12 +44,11 @@ def _producer(
     v_head = 0
     v_token_0 = 0
     v_token_1 = 0
-    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
-    for turn in range(turns_of_block(rows_of(lists))):
-        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
-            turn + 1, lists
-        )
-        batch, head, kv_head = heads_of_row(turn, lists, GROUP, PACKED)
+    q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(queue, 0, ROW_SLOTS)
+    turn = 0
+    while more != 0:
+        release(queue, turn, ROW_SLOTS)
+        head, kv_head = head_of_item(item, GROUP, PACKED)
         list_row = batch * lists[3] + q_tile
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         slot = turn & 1
@@ -82,8 +74,10 @@ def _producer(
                 pair, partial_start, partial_pairs, full_start, list_row, lists
             )
             step += 1
-        q_tile, partials, fulls = next_q_tile, next_partials, next_fulls
-        first_0, first_1 = next_first_0, next_first_1
+        turn += 1
+        q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(
+            queue, turn, ROW_SLOTS
+        )
     # The consumers run one tile ahead: a tile behind the last key, whose scores nobody uses.
     load_pair(
         k_desc, v_batch, v_head, kv_len, kv_len, k_full, k_empty, k_boxes, step,
@@ -153,8 +147,8 @@ def _await_output(acc, step, v_full, v_empty, STAGES: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    GROUP_INDEX: gl.constexpr, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, lists,
-    values, lse, scale_log2, q_len, kv_len, heads,
+    GROUP_INDEX: gl.constexpr, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue,
+    lists, values, lse, scale_log2, q_len, kv_len, heads,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
     Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -173,9 +167,9 @@ def _consumer(
     partial_tiles = lists[1]
     full_tiles = lists[2]
     kv_tiles = lists[5]
-    turns = turns_of_block(rows_of(lists))
-    batch, head, _kv_head = heads_of_row(0, lists, GROUP, PACKED)
-    q_tile, partials, fulls, first_0, first_1 = load_row(0, lists)
+    q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(queue, 0, ROW_SLOTS)
+    release(queue, 0, ROW_SLOTS)
+    head, _kv_head = head_of_item(item, GROUP, PACKED)
     list_row = batch * lists[3] + q_tile
     if PACKED:
         q_token = q_tile * ROWS
@@ -200,10 +194,8 @@ def _consumer(
     p = pack_pairs(p, dtype)
     # ``step`` counts tiles over all rows; ``p`` holds the probabilities of the tile before it.
     step = 1
-    for turn in range(turns):
-        next_q_tile, next_partials, next_fulls, next_first_0, next_first_1 = load_row(
-            turn + 1, lists
-        )
+    turn = 0
+    while more != 0:
         partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
         q_index = (turn & 1) * 2 + GROUP_INDEX
         q = q_smem.index(hidden_from_assembler(q_index))
@@ -248,14 +240,20 @@ def _consumer(
 
         # The scores of the next row's first tile, under the end of this row.
         mbarrier.arrive(q_empty.index(turn & 1))
-        slot = (turn + 1) & 1
-        next_batch, next_head, _next_kv_head = heads_of_row(turn + 1, lists, GROUP, PACKED)
+        turn += 1
+        slot = turn & 1
+        (
+            next_q_tile, next_partials, next_fulls, next_first_0, next_first_1, next_batch,
+            next_item, more,
+        ) = look_up(queue, turn, ROW_SLOTS)  # fmt: skip
+        release(queue, turn, ROW_SLOTS)
+        next_head, _next_kv_head = head_of_item(next_item, GROUP, PACKED)
         next_token = next_q_tile * (ROWS if PACKED else 2 * ROWS)
         if PACKED:
             next_head += GROUP_INDEX
         else:
             next_token += GROUP_INDEX * ROWS
-        mbarrier.wait(q_full.index(slot), ((turn + 1) >> 1) & 1, pred=turn + 1 < turns)
+        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1, pred=more != 0)
         s, acc = _scores_and_output(
             q_smem.index(slot * 2 + GROUP_INDEX), p, acc, step, k_smem, v_smem, k_full, k_empty,
             v_full, STAGES, S_LAYOUT, P_LAYOUT,
@@ -338,18 +336,21 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    queue = make_queue(ROW_SLOTS)
     lists = (
         schedule, partial_tiles, full_tiles,
         list_batch_rows, q_tiles, kv_tiles, batches, head_items,
     )  # fmt: skip
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
+    rows = q_tiles * batches * head_items
     gl.warp_specialize([
-        (_consumer, (0, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, lists, values, lse,
-                     scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES, PROGRAM, Q_TAIL,
-                     KV_TAIL, V_CHUNKS)),
-        (_consumer, (1, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, lists, values, lse,
-                     scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES, PROGRAM, Q_TAIL,
-                     KV_TAIL, V_CHUNKS)),
-        (_producer, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, lists, kv_len,
-                     GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        (_consumer, (0, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
+                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
+                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS)),
+        (_consumer, (1, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
+                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
+                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS)),
+        (_producer, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, queue, lists,
+                     kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
+        (dispatch_rows, (queue, lists, rows, GROUP // 2 if PACKED else GROUP)),
+    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

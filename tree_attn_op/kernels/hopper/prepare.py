@@ -41,20 +41,39 @@ def _ranks(
     counts, full_counts, mine, cost, count, items,
     PER: tl.constexpr, HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Places of ``mine`` among ``count`` items by falling cost, equal ones in their own order."""
+    """Places of ``mine`` among ``count`` items by falling cost, equal ones in their own order.
+
+    Returns:
+        ``(places, total, heaviest)``: with the sum and the largest of all costs.
+    """
     rank = tl.zeros([BLOCK], tl.int32)
+    total = 0
+    heaviest = 0
     for start in range(0, count, OTHERS):
         other = start + tl.arange(0, OTHERS)
         other_cost = _costs(counts, full_counts, other, items, PER, HAS_FULL)
         heavier = other_cost[None, :] > cost[:, None]
         earlier = (other_cost[None, :] == cost[:, None]) & (other[None, :] < mine[:, None])
         rank += tl.sum(((heavier | earlier) & (other < count)[None, :]).to(tl.int32), 1)
-    return rank
+        total += tl.sum(other_cost, 0)
+        heaviest = tl.maximum(heaviest, tl.max(other_cost, 0))
+    return rank, total, heaviest
+
+
+@triton.jit
+def _heads_together(total, heaviest, blocks):
+    """How many K/V heads are worked on at a time.
+
+    One keeps what the blocks read and add to in the L2 cache. But the blocks end together only if
+    the heaviest item takes no longer than what is left when it begins, and that is the work of
+    the last heads. ``blocks`` is the number of thread blocks for each item of a head and rank.
+    """
+    return tl.maximum(tl.cdiv(2 * heaviest.to(tl.int64) * blocks, 3 * tl.maximum(total, 1)), 1)
 
 
 @triton.jit
 def _schedule_rows(
-    item, counts, tiles, full_counts, full_tiles, schedule, count, width,
+    item, counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row,
     HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The ``item``-th BLOCK of all entries of the schedule; see :class:`RowSchedule`."""
@@ -68,7 +87,7 @@ def _schedule_rows(
     fulls = tl.zeros_like(partials)
     if HAS_FULL:
         fulls = tl.load(full_counts + mine, valid, 0)
-    rank = _ranks(
+    rank, total, heaviest = _ranks(
         counts, full_counts, mine, partials + fulls, count, count, 1, HAS_FULL, BLOCK, OTHERS
     )
     # The first pair: an odd count gives it its first tile, two even ones give it two of one kind.
@@ -89,17 +108,20 @@ def _schedule_rows(
     tl.store(entry + 2, fulls, valid)
     tl.store(entry + 3, tile_0 * 4 + state_0, valid)
     tl.store(entry + 4, tile_1 * 4 + state_1, valid)
+    together = _heads_together(total, heaviest, blocks_a_row)
+    tl.store(entry + 5, tl.zeros_like(mine) + together.to(tl.int32), valid)
+    tl.store(entry + 6, tl.zeros_like(mine), valid)
 
 
-@triton.jit(do_not_specialize=["count", "width"])
+@triton.jit(do_not_specialize=["count", "width", "blocks_a_row"])
 def row_schedule_kernel(
-    counts, tiles, full_counts, full_tiles, schedule, count, width,
+    counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row,
     HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The work of :class:`RowSchedule`."""
     _schedule_rows(
         tl.program_id(0), counts, tiles, full_counts, full_tiles, schedule, count, width,
-        HAS_FULL, BLOCK, OTHERS,
+        blocks_a_row, HAS_FULL, BLOCK, OTHERS,
     )  # fmt: skip
 
 
@@ -156,24 +178,27 @@ def _merge_pair(
 
 @triton.jit
 def _order_pairs(
-    item, counts, full_counts, order, key_tiles, key_pairs,
+    item, counts, full_counts, order, key_tiles, key_pairs, blocks,
     HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The ``item``-th BLOCK of all key pairs put where they belong in the order."""
-    blocks = tl.cdiv(key_pairs, BLOCK)
-    batch = item // blocks
+    items_a_batch = tl.cdiv(key_pairs, BLOCK)
+    batch = item // items_a_batch
     counts += batch.to(tl.int64) * key_tiles
     full_counts += batch.to(tl.int64) * key_tiles
-    mine = item % blocks * BLOCK + tl.arange(0, BLOCK)
+    mine = item % items_a_batch * BLOCK + tl.arange(0, BLOCK)
     cost = _costs(counts, full_counts, mine, key_tiles, 2, HAS_FULL)
-    rank = _ranks(
+    rank, total, heaviest = _ranks(
         counts, full_counts, mine, cost, key_pairs, key_tiles, 2, HAS_FULL, BLOCK, OTHERS
     )
+    if item == 0:
+        tl.store(order, _heads_together(total, heaviest, blocks).to(tl.int32))
+        tl.store(order + 1, 0)
     listed = tl.zeros_like(mine)
     for half in tl.static_range(2):
         tile_cost = _costs(counts, full_counts, 2 * mine + half, key_tiles, 1, HAS_FULL)
         listed += (tile_cost > 0).to(tl.int32) << half
-    place = order + batch.to(tl.int64) * key_pairs + rank
+    place = order + 2 + batch.to(tl.int64) * key_pairs + rank
     tl.store(place, mine * 4 + listed, mine < key_pairs)
 
 
@@ -215,7 +240,10 @@ def _row_statistics(
     tl.store(base + 64, tl.where(seen, delta, 0.0))
 
 
-_SIZES = ["batches", "key_tiles", "key_pairs", "q_tiles", "kv_tiles", "heads", "q_len"]
+_SIZES = [
+    "batches", "key_tiles", "key_pairs", "q_tiles", "kv_tiles", "heads", "q_len", "blocks",
+    "blocks_a_row",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "stats_tiles"])
@@ -227,6 +255,7 @@ def prepare_backward_kernel(
     batches, key_tiles, key_pairs, q_tiles, kv_tiles,
     out_batch, out_head, out_row, out_column, grad_batch, grad_head, grad_row, grad_column,
     lse_grad_batch, lse_grad_head, lse_grad_row, heads, q_len, width, stats_tiles,
+    blocks, blocks_a_row,
     HAS_FULL: tl.constexpr, HAS_ROW_FULL: tl.constexpr, SCHEDULE: tl.constexpr,
     HAS_LSE_GRAD: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, OTHERS: tl.constexpr, MERGE_BLOCK: tl.constexpr,
@@ -245,14 +274,14 @@ def prepare_backward_kernel(
         )  # fmt: skip
     elif item < merges + orders:
         _order_pairs(
-            item - merges, counts, full_counts, order, key_tiles, key_pairs,
+            item - merges, counts, full_counts, order, key_tiles, key_pairs, blocks,
             HAS_FULL, BLOCK, OTHERS,
         )  # fmt: skip
     elif item < merges + orders + schedules:
         if SCHEDULE:
             _schedule_rows(
                 item - merges - orders, row_counts, row_tiles, row_full_counts, row_full_tiles,
-                schedule, q_tiles, kv_tiles, HAS_ROW_FULL, BLOCK, OTHERS,
+                schedule, q_tiles, kv_tiles, blocks_a_row, HAS_ROW_FULL, BLOCK, OTHERS,
             )  # fmt: skip
     else:
         _row_statistics(
@@ -279,19 +308,22 @@ class RowSchedule:
 
     Args:
         lists: key-side lists, of one key.
+        blocks_a_row: thread blocks that there are for each item of a row of one K/V head.
 
     Calls take such lists and return int32 ``[batch, q_tiles, 8]``; equal costs in the order of
-    tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, ...)``, the last three unused.
-    The first pair of key tiles (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``,
-    where a state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
+    tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, together, 0, ...)``, the last
+    unused; ``together`` is how many K/V heads are worked on at a time, and the 0 of the first
+    entry is where the kernel counts the rows that it has handed out. The first pair of key tiles
+    (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
     """
 
-    def __init__(self, lists: Lists):
+    def __init__(self, lists: Lists, blocks_a_row: int):
         batch, _, count, width = lists[1].shape
         self._schedule = Output.dense((batch, count, 8), torch.int32, lists[1].device)
         fixed = {
-            "count": count, "width": width, "HAS_FULL": lists[2] is not None,
-            "BLOCK": _BLOCK, "OTHERS": _OTHERS,
+            "count": count, "width": width, "blocks_a_row": blocks_a_row,
+            "HAS_FULL": lists[2] is not None, "BLOCK": _BLOCK,
+            "OTHERS": _OTHERS,
         }  # fmt: skip
         grid = (batch * triton.cdiv(count, _BLOCK),)
         self._launch = Launch(row_schedule_kernel, grid, (), fixed, {"num_warps": 4})
@@ -311,9 +343,11 @@ class BackwardPreparation:
         by_query: query-side lists (a row is a tile of 64 keys).
         by_key: key-side lists, or None for no schedule.
         stats_tiles: tiles of 64 query rows, at least ``ceil(Q / 64)``.
+        blocks: thread blocks of the large kernels.
+        blocks_a_row: see :class:`RowSchedule`.
 
-    Calls take the same but for the last, and return ``(order, counts, entries, schedule, stats)``,
-    the first four flat int32 tensors:
+    Calls take the same but for the last three, and return ``(order, counts, entries, schedule,
+    stats)``, the first four flat int32 tensors:
 
     - ``counts`` ``[batch, key_pairs, 2]`` and ``entries`` ``[batch, key_pairs, query_tiles]`` are
       the query-side lists of pairs of adjacent key tiles. An entry is ``16 * query_tile + 4 *
@@ -322,10 +356,11 @@ class BackwardPreparation:
       ``counts[..., 1]`` from the back are full for both. Both run from the last query tile to the
       first: keys of a branch have their last descendants in common, so that blocks that work on
       them side by side read the same queries.
-    - ``order`` ``[batch, key_pairs]``: the pairs by falling number of tiles in the two lists, as
-      ``4 * pair + listed``, where bits 0 and 1 of ``listed`` say whose list is not empty.
-      The number of entries, in which a tile of both lists counts once, would have to be waited
-      for.
+    - ``order`` ``[2 + batch * key_pairs]``: how many K/V heads are worked on at a time, a 0 where
+      the kernel counts the items that it has handed out, and each batch's pairs by falling number
+      of tiles in the two lists, as ``4 * pair + listed``, where bits 0 and 1 of ``listed`` say
+      whose list is not empty. The number of entries, in which a tile of both lists counts once,
+      would have to be waited for.
     - ``schedule``: what :class:`RowSchedule` returns.
     - ``stats`` float32 ``[B, H, stats_tiles, 2, 64]``: lse in base 2, and the sum of ``out *
       grad_out`` minus ``grad_lse``. A row that sees nothing, or lies behind the last, has lse
@@ -341,6 +376,8 @@ class BackwardPreparation:
         by_query: Lists,
         by_key: Lists | None,
         stats_tiles: int,
+        blocks: int,
+        blocks_a_row: int,
     ):
         device = out.device
         batch, heads, q_len, width = out.shape
@@ -350,7 +387,7 @@ class BackwardPreparation:
         self._counts = 2 * items
         entries = q_tiles * items
         schedule = 8 * q_tiles * list_batches if by_key is not None else 0
-        scratch = (2 * items, entries, items, schedule, triton.cdiv(entries, 2))
+        scratch = (2 * items, entries, 2 + items, schedule, triton.cdiv(entries, 2))
         # Each piece begins at a multiple of 128 bytes.
         self._pieces = [-(-size // 32) * 32 for size in scratch]
         self._scratch = Output.dense((sum(self._pieces),), torch.int32, device)
@@ -370,6 +407,7 @@ class BackwardPreparation:
             "batches": list_batches, "key_tiles": key_tiles, "key_pairs": key_pairs,
             "q_tiles": q_tiles, "kv_tiles": 0 if by_key is None else by_key[1].shape[3],
             "heads": heads, "q_len": q_len, "width": width, "stats_tiles": stats_tiles,
+            "blocks": blocks, "blocks_a_row": blocks_a_row,
             "HAS_FULL": by_query[2] is not None, "SCHEDULE": by_key is not None,
             "HAS_ROW_FULL": by_key is not None and by_key[2] is not None,
             "HAS_LSE_GRAD": grad_lse is not None, "WIDTH": triton.next_power_of_2(width),

@@ -1,11 +1,10 @@
-"""Which tiles a thread block visits, in which order.
+"""Which tiles of an item are visited, in which order.
 
-Shared by the kernels that keep query rows and walk over keys (forward, dQ). A *row* is one work
-item: a tile of query tokens for one pair of heads (packed) or one head. Rows are dealt to a
-persistent grid, heaviest first, in alternating direction, so that the blocks' loads even out. Keys
-are visited in *pairs* of listed key tiles: any two of them, adjacent or not, share one stage of
-the K/V ring. Kernels that keep keys (dK/dV, the fast backward) deal out pairs of adjacent key
-tiles in the same way: ``load_item`` and ``load_entry``.
+For the kernels that keep query rows and walk over keys (forward, dQ), a *row* is one work item: a
+tile of query tokens for one pair of heads (packed) or one head. Keys are visited in *pairs* of
+listed key tiles: any two of them, adjacent or not, share one stage of the K/V ring. For kernels
+that keep keys (dK/dV, the fast backward), an item is a pair of adjacent key tiles of one K/V head.
+Which block works on which item: ``queue.py``.
 """
 
 from __future__ import annotations
@@ -14,75 +13,6 @@ from .compat import gl, gluon
 
 KEY_TILE = gl.constexpr(64)
 """Keys of a listed tile; a K/V tile holds two of them."""
-
-
-@gluon.jit
-def turns_of_block(rows):
-    """Number of rows that this thread block gets."""
-    block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    full = rows // blocks
-    last = block
-    if full % 2 == 1:
-        last = blocks - 1 - block
-    turns = full
-    if last < rows - full * blocks:
-        turns += 1
-    return turns
-
-
-@gluon.jit
-def position_of_turn(turn, rows):
-    """Place of the block's ``turn``-th row in the order; beyond the end, the last row."""
-    block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    column = block
-    if turn % 2 == 1:
-        column = blocks - 1 - block
-    return gl.minimum(turn * blocks + column, rows - 1)
-
-
-@gluon.jit
-def rows_of(lists):
-    """Number of rows in all."""
-    return lists[4] * lists[6] * lists[7]
-
-
-@gluon.jit
-def load_row(turn, lists):
-    """What the schedule says of the ``turn``-th row of this block.
-
-    Args:
-        lists: ``(schedule, partial_tiles, full_tiles, list_batch_rows, q_tiles, kv_tiles, batches,
-            head_items)``. ``schedule`` is what ``row_schedule`` returns; the next two are
-            BlockMask lists without their head dimension. ``list_batch_rows`` is ``q_tiles``, or 0
-            where all batches share one list.
-
-    Returns:
-        ``(q_tile, partials, fulls, first_0, first_1)``: a tile, its numbers of key tiles and its
-        first pair. Loaded a row ahead: nothing here waits for another load.
-    """
-    position = position_of_turn(turn, rows_of(lists))
-    rank = position // (lists[6] * lists[7])
-    batch = position % (lists[6] * lists[7]) // lists[7]
-    entry = lists[0] + (batch * lists[3] + rank).to(gl.int64) * 8
-    q_tile = gl.load(entry)
-    partials = gl.load(entry + 1)
-    fulls = gl.load(entry + 2)
-    first_0 = gl.load(entry + 3)
-    first_1 = gl.load(entry + 4)
-    return q_tile, partials, fulls, first_0, first_1
-
-
-@gluon.jit
-def heads_of_row(turn, lists, GROUP: gl.constexpr, PACKED: gl.constexpr):
-    """Whose the ``turn``-th row is: ``(batch, head, kv_head)``; packed, the first of two heads."""
-    position = position_of_turn(turn, rows_of(lists))
-    rest = position % (lists[6] * lists[7])
-    head = rest % lists[7]
-    if PACKED:
-        head = head * 2
-    return rest // lists[7], head, head // GROUP
 
 
 @gluon.jit
@@ -125,29 +55,23 @@ def first_tile(first):
 
 
 @gluon.jit
-def load_item(turn, codes):
-    """The ``turn``-th work item of this block in a kernel that keeps keys.
+def head_of_item(head_item, GROUP: gl.constexpr, PACKED: gl.constexpr):
+    """``(head, kv_head)`` of a row's item; packed, the first of two heads."""
+    head = head_item
+    if PACKED:
+        head = head * 2
+    return head, head // GROUP
+
+
+@gluon.jit
+def entries_of(codes, batch, key_pair):
+    """Where the entries of a pair of key tiles begin.
 
     Args:
-        codes: ``(order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches,
-            kv_heads)``; the first three are what ``BackwardPreparation`` returns.
-
-    Returns:
-        ``(batch, kv_head, key_pair, listed, entry_pointer, mixed, total)``; of ``listed`` bit 0
-        and bit 1 say whether any query sees the pair's first and second key tile.
+        codes: see ``dispatch_items`` in ``queue.py``.
     """
-    order, counts, entries, list_batch_rows, key_pairs, q_tiles, batches, kv_heads = codes
-    position = position_of_turn(turn, key_pairs * batches * kv_heads)
-    rank = position // (batches * kv_heads)
-    rest = position % (batches * kv_heads)
-    batch = rest // kv_heads
-    code = gl.load(order + batch * list_batch_rows + rank)
-    key_pair = code >> 2
-    row = batch * list_batch_rows + key_pair
-    mixed = gl.load(counts + 2 * row)
-    total = mixed + gl.load(counts + 2 * row + 1)
-    entry_pointer = entries + row.to(gl.int64) * q_tiles
-    return batch, rest % kv_heads, key_pair, code & 3, entry_pointer, mixed, total
+    row = batch * codes[3] + key_pair
+    return codes[2] + row.to(gl.int64) * codes[5]
 
 
 @gluon.jit
