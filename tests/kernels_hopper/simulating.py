@@ -10,7 +10,9 @@ the compiler makes of the source is not covered.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import sys
 import threading
 import types
@@ -24,6 +26,7 @@ from torch import Tensor
 
 import tree_attn_op.kernels.hopper  # noqa: F401 - the package is run below
 from tree_attn_op.kernels.launching import Output
+from tree_attn_op.predicate import Op
 
 PACKAGE = "tree_attn_op.kernels.hopper."
 MODULES = (
@@ -380,6 +383,29 @@ def _largest(x: Tensor, axis: int) -> Any:
     return _Int(x) if x.dim() == 1 and not x.is_floating_point() else x.amax(axis)
 
 
+def _select(
+    program: tuple[int, ...], scores: Any, states: Any, operands: Any, STATES: bool
+) -> Any:
+    """What the assembly of ``masking.py`` does."""
+    sides = iter(operands)
+
+    def value(at: int) -> Any:
+        op = Op(program[at])
+        if op in (Op.TRUE, Op.FALSE):
+            return torch.tensor(op == Op.TRUE)
+        if op in (Op.AND, Op.OR):
+            join = torch.logical_and if op == Op.AND else torch.logical_or
+            parts = [value(part) for part in program[at + 2 : at + 2 + program[at + 1]]]
+            return functools.reduce(join, parts)
+        lhs, rhs = next(sides), next(sides)
+        return torch.as_tensor(getattr(operator, op.name.lower())(lhs, rhs))
+
+    seen = value(0)
+    if STATES:
+        seen = (seen | (states == 2)) & (states != 0)
+    return torch.where(seen, scores, -math.inf)
+
+
 def _either(function: Callable[..., Tensor], scalar: Callable[..., int]) -> Callable[..., Any]:
     def call(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -470,6 +496,7 @@ def _as_python() -> dict[str, Callable[..., Any]]:
     }  # fmt: skip
     # In inline assembly, which a 16-bit tensor stands in for.
     replaced: dict[str, Any] = {
+        "_select": _select,
         "pack_pairs": lambda x, dtype: x.to(dtype),
         "unpack_pairs": lambda x, dtype, layout: x,
         "hidden_from_assembler": lambda x: x,

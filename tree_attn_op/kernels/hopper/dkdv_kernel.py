@@ -22,7 +22,7 @@ from .compat import (
     warpgroup_mma_wait,
 )
 from .loading import load_rows
-from .masking import evaluate
+from .masking import seen_scores
 from .queue import ITEM_SLOTS, dispatch_items, look_up, make_queue, release
 from .schedule import entries_of, load_entry
 
@@ -189,12 +189,12 @@ def _consumer(
                             q = gl.minimum(q, q_len - 1)
                         if KV_TAIL:
                             key = gl.minimum(key, kv_len - 1)
-                        seen = evaluate(
-                            PROGRAM, 0, gl.expand_dims(q, 0), gl.expand_dims(key, 1),
+                        s = seen_scores(
+                            PROGRAM, s, gl.expand_dims(q, 0), gl.expand_dims(key, 1), 1,
                             q_vals + batch.to(gl.int64) * q_batch_stride,
                             k_vals + batch.to(gl.int64) * k_batch_stride, q_stride, k_stride,
+                            False,
                         )  # fmt: skip
-                        s = gl.where(seen, s, -float("inf"))
                     dk, dv = _accumulate(
                         s, dp, dk, dv, step, q_smem, do_smem, stats_smem, empty, scale_log2,
                         STAGES, LAYOUT, DK_LAYOUT, DV_LAYOUT,

@@ -17,6 +17,7 @@ from .compat import (
     warpgroup_mma_wait,
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
+from .packing import hidden_from_assembler
 from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
 from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
 from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
@@ -157,7 +158,7 @@ def _consumer(
 
         s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
         s = mask_first_pair(
-            s, q_token, first_0, first_1, batch, values, q_len, kv_len,
+            s, hidden_from_assembler(q_token), first_0, first_1, batch, values, q_len, kv_len,
             PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
         )  # fmt: skip
         dq = _accumulate(
@@ -169,8 +170,10 @@ def _consumer(
         tile_1 = load_tile(partial_tiles, partial_start + 1, list_row, kv_tiles)
         for pair in range(partial_pairs):
             s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
+            # The assembler would compare while it waits for the scores, and for want of predicates
+            # pack what it finds into bits. Of tokens that it gets to know late it does less so.
             s = mask_partial_pair(
-                s, q_token, tile_0, tile_1, batch, values, q_len, kv_len,
+                s, hidden_from_assembler(q_token), tile_0, tile_1, batch, values, q_len, kv_len,
                 PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
             )  # fmt: skip
             index = partial_start + 2 * pair + 2

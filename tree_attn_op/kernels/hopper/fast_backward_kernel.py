@@ -26,7 +26,7 @@ from .compat import (
     warpgroup_mma_wait,
 )
 from .loading import load_rows
-from .masking import evaluate
+from .masking import seen_scores
 from .packing import hidden_from_assembler
 from .queue import ITEM_SLOTS, dispatch_items, look_up, make_queue, release
 from .schedule import entries_of, load_entry
@@ -131,24 +131,23 @@ def _mask(
     s, state, q_token, key_token, batch, values, q_len, kv_len,
     PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Hide what the predicate hides of a partial tile, and keys behind the last."""
+    """Hide what the predicate hides of a partial tile, and keys behind the last.
+
+    A full tile (``state`` 2) may come only with ``KV_TAIL``.
+    """
     q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride = values
     q = q_token + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     key = key_token + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    inside = gl.expand_dims(key, 1) < kv_len
+    states = gl.where(key < kv_len, state, 0)
     if Q_TAIL:
         q = gl.minimum(q, q_len - 1)
     if KV_TAIL:
         key = gl.minimum(key, kv_len - 1)
-    seen = evaluate(
-        PROGRAM, 0, gl.expand_dims(q, 0), gl.expand_dims(key, 1),
+    return seen_scores(
+        PROGRAM, s, gl.expand_dims(q, 0), gl.expand_dims(key, 1), gl.expand_dims(states, 1),
         q_vals + batch.to(gl.int64) * q_batch_stride,
-        k_vals + batch.to(gl.int64) * k_batch_stride, q_stride, k_stride,
+        k_vals + batch.to(gl.int64) * k_batch_stride, q_stride, k_stride, KV_TAIL,
     )  # fmt: skip
-    seen = seen | (state == 2)
-    if KV_TAIL:
-        seen = seen & inside
-    return gl.where(seen, s, -float("inf"))
 
 
 @gluon.jit

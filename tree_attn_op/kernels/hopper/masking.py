@@ -1,29 +1,26 @@
-"""Evaluation of a predicate's program inside a Gluon kernel.
-
-The same recursion over a constexpr tuple as ``kernels/masking.py``; Gluon functions cannot call
-functions of plain Triton, and literals need no shape here.
-"""
+"""Masking of scores by a predicate's program inside a Gluon kernel."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from tree_attn_op.kernels.opcodes import (
     AND,
-    EQ,
     FALSE,
-    GT,
     K_INDEX,
     K_ROW,
-    LE,
-    LT,
-    NE,
     NONE,
     OR,
     Q_INDEX,
     Q_ROW,
     TRUE,
 )
+from tree_attn_op.predicate import Op
 
 from .compat import gl, gluon
+
+_WORDS = {Op.EQ: "eq", Op.NE: "ne", Op.LT: "lt", Op.LE: "le", Op.GT: "gt", Op.GE: "ge"}
 
 
 @gluon.jit
@@ -55,45 +52,113 @@ def _side(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_strid
 
 
 @gluon.jit
-def evaluate(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_stride, k_stride):
-    """The value of the node at offset ``AT`` for every pair of ``q`` and ``k``.
-
-    Args:
-        q, k: token indices, integer tensors whose shapes broadcast to the tile's, both in the
-            tile's layout. Row values are read at these indices: they must lie within the lengths.
-        q_vals, k_vals: the batch's rows; nothing is read from rows that the program does not name.
-        q_stride, k_stride: elements between two rows.
-
-    Returns:
-        Boolean tensor that broadcasts to the tile.
-    """
+def _operands(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_stride, k_stride):
+    """Both sides of every comparison at or below the node at offset ``AT``, in their order."""
     OP: gl.constexpr = PROGRAM[AT]
-    if OP == TRUE:
-        return q == q
-    elif OP == FALSE:
-        return q != q
-    elif OP == AND or OP == OR:  # noqa: SIM109 - Triton has no `in`
+    if OP == TRUE or OP == FALSE:  # noqa: SIM109 - Triton has no `in`
+        return ()
+    elif OP == AND or OP == OR:  # noqa: SIM109
         COUNT: gl.constexpr = PROGRAM[AT + 1]
-        result = evaluate(PROGRAM, PROGRAM[AT + 2], q, k, q_vals, k_vals, q_stride, k_stride)
+        result = _operands(PROGRAM, PROGRAM[AT + 2], q, k, q_vals, k_vals, q_stride, k_stride)
         for i in gl.static_range(1, COUNT):
-            part = evaluate(PROGRAM, PROGRAM[AT + 2 + i], q, k, q_vals, k_vals, q_stride, k_stride)
-            if OP == AND:  # noqa: SIM108 - a ternary of tensors is a select
-                result = result & part
-            else:
-                result = result | part
+            result = result + _operands(
+                PROGRAM, PROGRAM[AT + 2 + i], q, k, q_vals, k_vals, q_stride, k_stride
+            )
         return result
     else:
         lhs = _side(PROGRAM, AT + 1, q, k, q_vals, k_vals, q_stride, k_stride)
         rhs = _side(PROGRAM, AT + 5, q, k, q_vals, k_vals, q_stride, k_stride)
-        if OP == EQ:
-            return lhs == rhs
-        elif OP == NE:
-            return lhs != rhs
-        elif OP == LT:
-            return lhs < rhs
-        elif OP == LE:
-            return lhs <= rhs
-        elif OP == GT:
-            return lhs > rhs
+        return (lhs, rhs)
+
+
+@gluon.constexpr_function
+def select_text(program: Sequence[int], wide: bool, states: bool) -> str:
+    """PTX that keeps a score that is seen and makes any other -inf.
+
+    Args:
+        program: ``Predicate.program``.
+        wide: whether values are 64 bits wide instead of 32.
+        states: whether a state comes with each score: 0 hides it and 2 keeps it, whatever the
+            predicate says.
+
+    Operands are the result, the score, the state if there are any, and both sides of each
+    comparison in the order of the program.
+    """
+    lines: list[str] = []
+    width = "s64" if wide else "s32"
+    places = itertools.count(3 if states else 2)
+    names = itertools.count()
+
+    def emit(at: int, before: str = "", joined: str = "") -> str:
+        """Lines for a node, whose value is ``joined`` (and, or) with an earlier predicate."""
+        op = Op(program[at])
+        if op in (Op.AND, Op.OR):
+            word = "and" if op == Op.AND else "or"
+            parts = program[at + 2 : at + 2 + program[at + 1]]
+            name = emit(parts[0])
+            for part in parts[1:]:
+                name = emit(part, name, word)
+            if before:
+                lines.append(f"{joined}.pred {name}, {name}, {before};")
+            return name
+        name = f"p{next(names)}"
+        if op in (Op.TRUE, Op.FALSE):
+            lines.append(f"mov.pred {name}, {int(op == Op.TRUE)};")
+        elif before:
+            sides = f"${next(places)}, ${next(places)}"
+            lines.append(f"setp.{_WORDS[op]}.{joined}.{width} {name}, {sides}, {before};")
         else:
-            return lhs >= rhs
+            sides = f"${next(places)}, ${next(places)}"
+            lines.append(f"setp.{_WORDS[op]}.{width} {name}, {sides};")
+        return name
+
+    seen = emit(0)
+    if states:
+        lines.append(f"setp.eq.or.s32 {seen}, $2, 2, {seen};")
+        lines.append(f"setp.ne.and.s32 {seen}, $2, 0, {seen};")
+    lines.append(f"selp.b32 $0, $1, 0xff800000, {seen};")
+    return "\n".join(["{", f".reg .pred p<{next(names)}>;", *lines, "}"])
+
+
+@gluon.constexpr_function
+def _assembly(program, wide, states):
+    """The text, and the constraints on its operands."""
+    text = select_text(program, wide, states)
+    comparisons = text.count("$") - 2 - (2 if states else 0)
+    constraints = ["=r", "r", *(["r"] * states), *(["l" if wide else "r"] * comparisons)]
+    return text, ",".join(constraints)
+
+
+@gluon.jit
+def _select(PROGRAM: gl.constexpr, scores, states, operands, STATES: gl.constexpr):
+    """The scores that are seen, -inf in place of the others.
+
+    In assembly, because the compiler would select once for each comparison, and because the
+    assembler takes a long time over predicates that are all computed before the first is used.
+    """
+    WIDE: gl.constexpr = len(operands) > 0 and operands[0].dtype == gl.int64
+    ASSEMBLY: gl.constexpr = _assembly(PROGRAM, WIDE, STATES)
+    given = (scores, states) if STATES else (scores,)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY[0], ASSEMBLY[1], given + operands, gl.float32, True, 1
+    )
+
+
+@gluon.jit
+def seen_scores(
+    PROGRAM: gl.constexpr, scores, q, k, states, q_vals, k_vals, q_stride, k_stride,
+    STATES: gl.constexpr,
+):  # fmt: skip
+    """Scores of pairs that the predicate lets see, -inf in place of the others.
+
+    Args:
+        scores: float32 tile.
+        q, k: token indices, integer tensors whose shapes broadcast to the tile's, both in the
+            tile's layout. Row values are read at these indices: they must lie within the lengths.
+        states: if ``STATES``, int32 that broadcasts to the tile: 0 hides a pair and 2 shows it,
+            whatever the predicate says.
+        q_vals, k_vals: the batch's rows; nothing is read from rows that the program does not name.
+        q_stride, k_stride: elements between two rows.
+    """
+    operands = _operands(PROGRAM, 0, q, k, q_vals, k_vals, q_stride, k_stride)
+    return _select(PROGRAM, scores, states, operands, STATES)

@@ -314,7 +314,8 @@ class RowSchedule:
     tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, together, 0, ...)``, the last
     unused; ``together`` is how many K/V heads are worked on at a time, and the 0 of the first
     entry is where the kernel counts the rows that it has handed out. The first pair of key tiles
-    (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full one.
+    (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a state is 0 for a dead
+    tile (its number is 0), 1 for a partial and 2 for a full one.
     """
 
     def __init__(self, lists: Lists, blocks_a_row: int):
