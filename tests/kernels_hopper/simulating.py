@@ -480,7 +480,7 @@ def _language() -> Any:
     )  # fmt: skip
 
 
-def _as_python() -> dict[str, Callable[..., Any]]:
+def as_python() -> dict[str, Callable[..., Any]]:
     """The kernels and all that they call as Python functions over the stand-ins."""
     barrier = types.SimpleNamespace(
         MBarrierLayout=lambda: None, init=_init, arrive=_arrive, expect=_expect, wait=_wait
@@ -697,7 +697,7 @@ def simulated(blocks: int, late: bool) -> Iterator[None]:
         blocks: multiprocessors, and so thread blocks, of the simulated GPU.
         late: loads land when their barrier is waited for, instead of at once.
     """
-    functions = _as_python()
+    functions = as_python()
     hosts = {name: sys.modules[PACKAGE + name] for name in ("forward", "backward")}
     patches = [
         mock.patch.object(host, "multiprocessors", return_value=blocks) for host in hosts.values()

@@ -14,7 +14,7 @@ from tree_attn_op.kernels.hopper.backward import Form
 from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import LIMITS, Case, Problem, relative_error
-from .simulating import simulated
+from .simulating import as_python, simulated
 
 CASES = [
     Case("tree", q_len=256, kv_len=256),
@@ -78,3 +78,19 @@ def test_simulation_of_a_choice_on_the_device(fast: bool, seed: int) -> None:
         assert torch.equal(mine, same)
     # Which of the two it was can be told from dQ.
     assert not torch.equal(results["fast"][0], results["deterministic"][0])
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_every_item_has_one_place(ranks: int) -> None:
+    functions = as_python()
+    for columns in range(1, 20):
+        for together in range(1, 22):
+            width = functions["_group_width"](columns, together)
+            places = [
+                functions["_rank_and_column"](at, ranks, columns, width)
+                for at in range(ranks * columns)
+            ]
+            assert sorted(places) == [(r, c) for r in range(ranks) for c in range(columns)]
+            # The last of them, the columns that end together, are as many as asked for.
+            if columns >= together:
+                assert len({column for _, column in places[-ranks * width :]}) >= together

@@ -86,13 +86,27 @@ def release(queue, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _place(position, ranks, columns, together):
-    """Rank and column (batch and head) of the ``position``-th item, ``together`` columns at a
-    time."""
-    group = position // (ranks * together)
-    width = gl.minimum(together, columns - group * together)
-    rest = position - group * ranks * together
-    return rest // width, group * together + rest % width
+def _group_width(heads, together):
+    """How many of ``heads`` K/V heads of all batches make a group, of ``together`` or more, so
+    that groups are of one size, but for the first."""
+    groups = gl.maximum(heads // together, 1)
+    return (heads + groups - 1) // groups
+
+
+@gluon.jit
+def _rank_and_column(position, ranks, columns, width):
+    """Rank and column (batch and head) of the ``position``-th item, ``width`` columns at a time.
+
+    If they do not divide all columns, the first group is the narrow one: at the end there must be
+    enough to do for all blocks.
+    """
+    missing = (width - columns % width) % width
+    group = (position + ranks * missing) // (ranks * width)
+    first = gl.maximum(group * width - missing, 0)
+    if group == 0:
+        width -= missing
+    rest = position - ranks * first
+    return rest // width, first + rest % width
 
 
 @gluon.jit
@@ -110,11 +124,10 @@ def dispatch_rows(queue, lists, rows, ITEMS: gl.constexpr):
     schedule, list_batch_rows, q_tiles, head_items = lists[0], lists[3], lists[4], lists[7]
     columns = lists[6] * head_items
     position = gl.program_id(0)
-    together = gl.minimum(gl.load(schedule + 5), columns) * ITEMS
-    together = gl.minimum(together, columns)
+    width = _group_width(columns // ITEMS, gl.load(schedule + 5)) * ITEMS
     turn = 0
     while position < rows:
-        rank, column = _place(position, q_tiles, columns, together)
+        rank, column = _rank_and_column(position, q_tiles, columns, width)
         batch = column // head_items
         entry = schedule + (batch * list_batch_rows + rank).to(gl.int64) * 8
         q_tile = gl.load(entry)
@@ -145,10 +158,10 @@ def dispatch_items(queue, codes):
     order, counts, _, list_batch_rows, key_pairs, _, batches, kv_heads = codes
     columns = batches * kv_heads
     position = gl.program_id(0)
-    together = gl.minimum(gl.load(order), columns)
+    width = _group_width(columns, gl.load(order))
     turn = 0
     while position < key_pairs * columns:
-        rank, column = _place(position, key_pairs, columns, together)
+        rank, column = _rank_and_column(position, key_pairs, columns, width)
         batch = column // kv_heads
         code = gl.load(order + 2 + (batch * list_batch_rows + rank))
         key_pair = code >> 2
