@@ -352,5 +352,6 @@ def forward_kernel(
                      PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS)),
         (_producer, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, queue, lists,
                      kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
-        (dispatch_rows, (queue, lists, rows, GROUP // 2 if PACKED else GROUP)),
+        (dispatch_rows, (queue, lists, values, rows, kv_len, GROUP // 2 if PACKED else GROUP,
+                         PROGRAM)),
     ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -12,12 +12,17 @@ heaviest items come first, those of one rank for all heads side by side.
 
 from __future__ import annotations
 
-from .compat import gl, gluon, mbarrier
+from tree_attn_op.predicate import Kind, Op
 
-FIELDS = gl.constexpr(8)
-"""Numbers in a slot: seven of the item, and whether there is one."""
+from .compat import gl, gluon, mbarrier
+from .schedule import KEY_TILE
+
+FIELDS = gl.constexpr(16)
+"""Numbers in a slot: seven of the item, whether there is one, and one that nobody reads."""
 ROW_SLOTS = gl.constexpr(2)
 """Rows of queries are short: the next one must be known early."""
+TOUCHED = gl.constexpr(8)
+"""Partial tiles of a row whose values are brought into the L1 cache: most rows have no more."""
 ITEM_SLOTS = gl.constexpr(1)
 """Items of keys are long: a block shall not hold on to more than one that it has not begun."""
 
@@ -109,8 +114,60 @@ def _rank_and_column(position, ranks, columns, width):
     return rest // width, first + rest % width
 
 
+@gluon.constexpr_function
+def _key_rows(program):
+    """Numbers of the rows of key values that a predicate's program reads."""
+    rows = set()
+    at = 0
+    while at < len(program):
+        op = program[at]
+        if op in (Op.AND, Op.OR):
+            at += 2 + program[at + 1]
+        elif op in (Op.TRUE, Op.FALSE):
+            at += 2
+        else:
+            terms = (program[at + i : at + i + 2] for i in (1, 3, 5, 7))
+            rows |= {number for kind, number in terms if kind == Kind.K_ROW}
+            at += 9
+    return tuple(sorted(rows))
+
+
 @gluon.jit
-def dispatch_rows(queue, lists, rows, ITEMS: gl.constexpr):
+def _touch_values(
+    touched, tile, batch, values, kv_len, PROGRAM: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Read the key values that the predicate wants of a tile; adds them to what was read."""
+    _q_vals, _q_batch_stride, _q_stride, k_vals, k_batch_stride, k_stride = values
+    ROWS: gl.constexpr = _key_rows(PROGRAM)
+    key = gl.minimum(tile * KEY_TILE + 2 * gl.arange(0, 32, LAYOUT), kv_len - 1)
+    base = k_vals + batch.to(gl.int64) * k_batch_stride
+    for i in gl.static_range(len(ROWS)):
+        touched += gl.load(base + ROWS[i] * k_stride + key).to(gl.int32)
+    return touched
+
+
+@gluon.jit
+def _touch_row(
+    touched, list_row, partials, fulls, first_0, first_1, batch, lists, values, kv_len,
+    PROGRAM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Read what the others will want of a row next: so they find it in the L1 cache."""
+    kv_tiles = lists[5]
+    # A line of the cache holds 32 numbers of a list.
+    line = 32 * gl.arange(0, 32, LAYOUT)
+    row = list_row.to(gl.int64) * kv_tiles
+    touched += gl.load(lists[1] + row + gl.minimum(line, gl.maximum(partials - 1, 0)))
+    touched += gl.load(lists[2] + row + gl.minimum(line, gl.maximum(fulls - 1, 0)))
+    touched = _touch_values(touched, first_0 >> 2, batch, values, kv_len, PROGRAM, LAYOUT)
+    touched = _touch_values(touched, first_1 >> 2, batch, values, kv_len, PROGRAM, LAYOUT)
+    for i in range(gl.minimum(partials, TOUCHED)):
+        tile = gl.load(lists[1] + row + i)
+        touched = _touch_values(touched, tile, batch, values, kv_len, PROGRAM, LAYOUT)
+    return touched
+
+
+@gluon.jit
+def dispatch_rows(queue, lists, values, rows, kv_len, ITEMS: gl.constexpr, PROGRAM: gl.constexpr):
     """Hand out query rows: ``(q_tile, partials, fulls, first_0, first_1, batch, head_item)``.
 
     Args:
@@ -118,6 +175,7 @@ def dispatch_rows(queue, lists, rows, ITEMS: gl.constexpr):
             head_items)``. ``schedule`` is what ``RowSchedule`` returns; the next two are BlockMask
             lists without their head dimension. ``list_batch_rows`` is ``q_tiles``, or 0 where all
             batches share one list.
+        values: see ``pair_masks.py``.
         rows: their number in all, or 0.
         ITEMS: head items (heads, or pairs of them) of a K/V head.
     """
@@ -125,6 +183,8 @@ def dispatch_rows(queue, lists, rows, ITEMS: gl.constexpr):
     columns = lists[6] * head_items
     position = gl.program_id(0)
     width = _group_width(columns // ITEMS, gl.load(schedule + 5)) * ITEMS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    touched = gl.zeros([32], gl.int32, LAYOUT)
     turn = 0
     while position < rows:
         rank, column = _rank_and_column(position, q_tiles, columns, width)
@@ -139,9 +199,15 @@ def dispatch_rows(queue, lists, rows, ITEMS: gl.constexpr):
             queue, turn, q_tile, partials, fulls, first_0, first_1, batch, column % head_items, 1,
             ROW_SLOTS,
         )  # fmt: skip
+        touched = _touch_row(
+            touched, batch * list_batch_rows + q_tile, partials, fulls, first_0, first_1, batch,
+            lists, values, kv_len, PROGRAM, LAYOUT,
+        )  # fmt: skip
         turn += 1
         _await_free(queue, turn, ROW_SLOTS)
         position = gl.num_programs(0) + gl.atomic_add(schedule + 6, 1, sem="relaxed")
+    # Written, so that nobody leaves out the loads.
+    _put(queue, turn, 8, gl.sum(touched, 0), ROW_SLOTS)
     _hand_out(queue, turn, 0, 0, 0, 0, 0, 0, 0, 0, ROW_SLOTS)
 
 
