@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from tree_attn_op.blocks import BlockLists, lists_of
-from tree_attn_op.kernels.hopper.backward import Form
+from tree_attn_op.kernels.hopper.backward import Form, head_splits
 from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import LIMITS, Case, Problem, relative_error
 from .simulating import as_python, simulated
 
+BACKWARD = sys.modules["tree_attn_op.kernels.hopper.backward"]
 CASES = [
     Case("tree", q_len=256, kv_len=256),
     Case("causal", "q >= k", 450, 450, heads=4, head_dim=64),
@@ -67,7 +69,9 @@ def test_simulation_of_a_choice_on_the_device(fast: bool, seed: int) -> None:
     expected = problem.expected()
     out, lse = expected["out"].to(problem.case.dtype), expected["lse"].float()
     least = 0 if fast else 1000
-    with simulated(3, False), mock.patch.dict(LONG_ROWS, {1: least}):
+    # The forms may split heads differently, and so round differently.
+    whole = mock.patch.object(BACKWARD, "head_splits", return_value=1)
+    with simulated(3, False), mock.patch.dict(LONG_ROWS, {1: least}), whole:
         results = {
             form: problem.backward(out, lse, form)
             for form in ("by length", "fast", "deterministic")
@@ -78,6 +82,37 @@ def test_simulation_of_a_choice_on_the_device(fast: bool, seed: int) -> None:
         assert torch.equal(mine, same)
     # Which of the two it was can be told from dQ.
     assert not torch.equal(results["fast"][0], results["deterministic"][0])
+
+
+@pytest.mark.parametrize(
+    ("group", "items", "most", "parts"),
+    [
+        (4, 1024, 4, 1),
+        (4, 791, 4, 2),
+        (4, 100, 4, 4),
+        (4, 100, 2, 2),
+        (6, 250, 6, 6),
+        (1, 1, 1, 1),
+    ],
+)
+def test_splits(group: int, items: int, most: int, parts: int) -> None:
+    assert head_splits(group, items, 132, most) == parts
+
+
+@pytest.mark.parametrize("form", ["deterministic", "fast"])
+def test_split_heads(form: Form, seed: int) -> None:
+    problem = Problem(
+        Case("x", q_len=300, kv_len=300, heads=8, kv_heads=1, head_dim=64), seed, "cpu"
+    )
+    expected = problem.expected()
+    out, lse = expected["out"].to(problem.case.dtype), expected["lse"].float()
+    for parts in (1, 2, 4):
+        split = mock.patch.object(BACKWARD, "head_splits", return_value=parts)
+        with simulated(3, False), split as asked:
+            found = problem.backward(out, lse, form)
+        assert asked.call_args.args == (8, 3, 3, 8 if form == "deterministic" else 4)
+        for name, gradient in zip(("dq", "dk", "dv"), found, strict=True):
+            assert relative_error(gradient, expected[name]) < LIMITS[torch.bfloat16], name
 
 
 @pytest.mark.parametrize("ranks", [1, 5])

@@ -74,6 +74,7 @@ class BackwardPlan:
         qk_chunks, v_chunks = chunks(width), chunks(v_width)
         wider = max(qk_chunks, v_chunks)
         self._grads = [Output.like(tensor, tensor.shape) for tensor in (query, key, value)]
+        self._parts = self._grads[1:]
         list_batches, _, q_tiles, kv_tiles = by_key[1].shape
         key_pairs = (kv_tiles + 1) // 2
         step_tiles = q_block_size // 64
@@ -91,23 +92,37 @@ class BackwardPlan:
             exact = short or torch.are_deterministic_algorithms_enabled()
             form = "deterministic" if exact else "by length"
         self._form = form
+        config = dkdv_config or DKDV[wider]
+        # The fast form needs two steps an item.
+        most = group * step_tiles // 2
+        if form == "deterministic":
+            most = group // config.step_heads
+        splits = head_splits(group, key_pairs * batch * kv_heads, blocks, most)
+        self._splits = splits
+        if splits > 1:
+            self._parts = [
+                Output.dense((batch, kv_heads * splits, *x.shape[2:]), x.dtype, x.device)
+                for x in (key, value)
+            ]
         by_length = form == "by length"
         common = {
             **value_strides(q_vals, k_vals),
             "q_tiles": q_tiles, "batches": batch, "heads": heads, "q_len": q_len,
             "kv_len": kv_len, "stats_tiles": stats_tiles, "scale": scale,
-            "scale_log2": scale * LOG2E, "CONDITIONAL": by_length, "GROUP": group,
+            "scale_log2": scale * LOG2E, "CONDITIONAL": by_length,
             "PROGRAM": program_of(predicate), "Q_TAIL": q_len % q_block_size != 0,
             "KV_TAIL": kv_len % kv_block_size != 0, "QK_CHUNKS": qk_chunks, "V_CHUNKS": v_chunks,
         }  # fmt: skip
         by_pairs = {
             **common, "list_batch_rows": key_pairs if list_batches > 1 else 0,
-            "key_pairs": key_pairs, "kv_heads": kv_heads, "STEP_TILES": step_tiles,
+            "key_pairs": key_pairs, "kv_heads": kv_heads * splits, "GROUP": group // splits,
+            "SPLITS": splits, "STEP_TILES": step_tiles,
         }  # fmt: skip
         read = [boxes_of(tensor) for tensor in (query, grad_out, key, value)]
-        dq, dk, dv = (boxes_of(output.sample()) for output in self._grads)
+        outputs = (self._grads[0], *self._parts)
+        dq, dk, dv = (boxes_of(output.sample()) for output in outputs)
         stats = statistics_of(self._prepare.stats.sample())
-        grid = (min(key_pairs * batch * kv_heads, blocks),)
+        grid = (min(key_pairs * batch * kv_heads * splits, blocks),)
         options = {"num_warps": 4}
         if form != "deterministic":
             self._active = Output.dense((2,), torch.int32, query.device)
@@ -124,7 +139,6 @@ class BackwardPlan:
                 {**by_pairs, **_shaped(fast_config or FAST[wider])},
                 options,
             )
-        config = dkdv_config or DKDV[wider]
         self._dkdv = Launch(
             dkdv_kernel,
             grid,
@@ -139,7 +153,7 @@ class BackwardPlan:
             {
                 **common, **_shaped(dq_config or DQ[wider]), "kv_tiles": kv_tiles,
                 "list_batch_rows": q_tiles if list_batches > 1 else 0,
-                "head_items": head_items, "PACKED": packed,
+                "head_items": head_items, "GROUP": group, "PACKED": packed,
             },
             options,
         )  # fmt: skip
@@ -166,8 +180,9 @@ class BackwardPlan:
         full_q_indices: Tensor | None,
         *planned: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        new_dq, new_dk, new_dv = self._grads
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        dq, *grads = (output() for output in self._grads)
+        parts = grads if self._splits == 1 else [output() for output in self._parts]
+        dk, dv = parts
         order, merged_counts, entries, schedule, stats = self._prepare(
             out, grad_out, lse, grad_lse,
             (q_counts, q_indices, full_q_counts, full_q_indices),
@@ -189,12 +204,34 @@ class BackwardPlan:
                 sums.zero_()
             self._fast(*inputs, dk, dv, sums, stats, *items)
             self._finish(sums, dq, active)
-            if form == "fast":
-                return dq, dk, dv
-        self._dkdv(*inputs, dk, dv, stats, *items)
-        full_tiles = tiles if full_tiles is None else full_tiles
-        self._dq(*inputs, dq, stats, q_vals, k_vals, schedule, tiles, full_tiles, active)
-        return dq, dk, dv
+        if form != "fast":
+            self._dkdv(*inputs, dk, dv, stats, *items)
+            full_tiles = tiles if full_tiles is None else full_tiles
+            self._dq(*inputs, dq, stats, q_vals, k_vals, schedule, tiles, full_tiles, active)
+        if self._splits > 1:
+            for part, grad in zip(parts, grads, strict=True):
+                torch.sum(part.unflatten(1, (-1, self._splits)), 2, out=grad)
+        return dq, grads[0], grads[1]
+
+
+def head_splits(group: int, items: int, blocks: int, most: int) -> int:
+    """Into how many parts the query heads of a K/V head are split in dK and dV.
+
+    Key tiles near the root are seen by all, those of leaves by few: with few items a block, the
+    longest of them would be worked on while most blocks are done. Each part rounds its sum over
+    its heads; they are added in float32, in a fixed order.
+
+    Args:
+        group: query heads of a K/V head.
+        items: pairs of key tiles of all K/V heads.
+        blocks: thread blocks.
+        most: parts that there may be.
+
+    Returns:
+        The smallest divisor of the group that makes six items a block, or else the largest.
+    """
+    divisors = [parts for parts in range(1, min(group, most) + 1) if group % parts == 0]
+    return next((parts for parts in divisors if items * parts >= 6 * blocks), divisors[-1])
 
 
 def _shaped(config: Config) -> dict[str, int]:

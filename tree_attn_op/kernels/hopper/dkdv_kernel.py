@@ -2,9 +2,10 @@
 
 A work item is a pair of adjacent key tiles (128 keys) of one K/V head: each of two consumer
 warpgroups keeps 64 keys and their dK and dV in registers, and walks over the query tiles that see
-any of them, with all heads of the group. The lists (see ``BackwardPreparation`` in ``prepare.py``)
-say for each of the two key tiles whether it is hidden, masked or fully seen by a query tile, so a
-consumer skips what its own keys do not need.
+any of them, with all heads of the group; or with a part of them, where there are too few items for
+all blocks (``SPLITS`` parts, whose dK and dV are summed afterwards). The lists (see
+``BackwardPreparation`` in ``prepare.py``) say for each of the two key tiles whether it is hidden,
+masked or fully seen by a query tile, so a consumer skips what its own keys do not need.
 
 A step takes ``STEP_HEADS`` heads by 64 query tokens, transposed, keys in rows: scores,
 dP = V dO^T, dV += P dO, dK += dS Q.
@@ -31,8 +32,8 @@ from .schedule import entries_of, load_entry
 def _producer(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes, v_boxes, stats_boxes,
     bars, queue, codes, stats_tiles, heads,
-    GROUP: gl.constexpr, STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
-    QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr,
+    STAGES: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     kv_full, q_full, do_full, empty = bars
     q_tiles = codes[5]
@@ -45,6 +46,7 @@ def _producer(
         if total == 0:
             release(queue, turn, ITEM_SLOTS)
         else:
+            shared_head = kv_head // SPLITS
             if step > 0:
                 # K and V are read for the last time before the item's last step is freed.
                 last = step - 1
@@ -52,8 +54,8 @@ def _producer(
             mbarrier.expect(kv_full, 2 * (QK_CHUNKS + V_CHUNKS) * 64 * 64 * 2)
             for half in gl.static_range(2):
                 token = key_pair * 128 + half * 64
-                load_rows(k_desc, batch, kv_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
-                load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
+                load_rows(k_desc, batch, shared_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
+                load_rows(v_desc, batch, shared_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
         code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
             # Taking the next item takes a while; taking it early leaves less to share out.
@@ -241,9 +243,10 @@ def dkdv_kernel(
     order, counts, entries, active,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, key_pairs, q_tiles,
     batches, kv_heads, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
-    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, STEP_HEADS: gl.constexpr,
-    STEP_TILES: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
-    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    STEP_HEADS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
+    PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
+    QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of all keys; see ``backward.py`` for the arguments."""
@@ -297,6 +300,6 @@ def dkdv_kernel(
                      KV_TAIL, QK_CHUNKS, V_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes,
                      v_boxes, stats_boxes, bars, queue, codes, stats_tiles, heads, GROUP,
-                     STEP_HEADS, STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
+                     SPLITS, STEP_HEADS, STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
         (dispatch_items, (queue, codes)),
     ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

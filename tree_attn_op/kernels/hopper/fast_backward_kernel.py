@@ -54,7 +54,7 @@ def _place(step, STAGES: gl.constexpr):
 def _producer(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes, v_boxes, stats_boxes,
     bars, queue, codes, kv_len, stats_tiles, heads,
-    GROUP: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, STEP_TILES: gl.constexpr, STAGES: gl.constexpr,
     QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     kv_full, kv_empty, q_full, do_full, empty, _ds_full, _ds_empty = bars
@@ -68,6 +68,7 @@ def _producer(
         if total == 0:
             release(queue, turn, ITEM_SLOTS)
         else:
+            shared_head = kv_head // SPLITS
             mbarrier.wait(kv_empty, (item & 1) ^ 1)
             item += 1
             mbarrier.expect(kv_full, 2 * (QK_CHUNKS + V_CHUNKS) * 64 * 64 * 2)
@@ -76,8 +77,8 @@ def _producer(
                 # dQ takes both tiles: one that nobody sees, which may hold anything, as zeros.
                 if (listed >> half) & 1 == 0:
                     token = kv_len
-                load_rows(k_desc, batch, kv_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
-                load_rows(v_desc, batch, kv_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
+                load_rows(k_desc, batch, shared_head, token, kv_full, k_boxes, half, QK_CHUNKS, 2)
+                load_rows(v_desc, batch, shared_head, token, kv_full, v_boxes, half, V_CHUNKS, 2)
         code = load_entry(entry_pointer, 0, mixed, q_tiles)
         for entry in range(total):
             # Taking the next item takes a while; taking it early leaves less to share out.
@@ -460,9 +461,9 @@ def fast_backward_kernel(
     order, counts, entries, active,
     q_batch_stride, q_stride, k_batch_stride, k_stride, list_batch_rows, key_pairs, q_tiles,
     batches, kv_heads, heads, q_len, kv_len, stats_tiles, scale, scale_log2,
-    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, STEP_TILES: gl.constexpr,
-    STAGES: gl.constexpr, PROGRAM: gl.constexpr, Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr,
-    QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    CONDITIONAL: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    STEP_TILES: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
+    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of all keys, and their shares of dQ; see ``backward.py``."""
@@ -525,6 +526,6 @@ def fast_backward_kernel(
                      QK_CHUNKS, V_CHUNKS)),
         (_producer, (q_desc, do_desc, k_desc, v_desc, stats_desc, q_boxes, do_boxes, k_boxes,
                      v_boxes, stats_boxes, bars, queue, codes, kv_len, stats_tiles, heads, GROUP,
-                     STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
+                     SPLITS, STEP_TILES, STAGES, QK_CHUNKS, V_CHUNKS)),
         (dispatch_items, (queue, codes)),
     ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
