@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..launching import Launch
 
-LONG_ROWS = {1: 40, 2: 100}
+LONG_ROWS = {1: 6, 2: 12}
 """Query tiles of 64 that a pair of key tiles must list on average for the fast form to pay, by the
 number of 64-column chunks of the wider of the two head dims."""
 
