@@ -383,9 +383,7 @@ def _largest(x: Tensor, axis: int) -> Any:
     return _Int(x) if x.dim() == 1 and not x.is_floating_point() else x.amax(axis)
 
 
-def _select(
-    program: tuple[int, ...], scores: Any, states: Any, operands: Any, STATES: bool
-) -> Any:
+def _select(program: tuple[int, ...], scores: Any, gate: Any, operands: Any, GATED: bool) -> Any:
     """What the assembly of ``masking.py`` does."""
     sides = iter(operands)
 
@@ -401,8 +399,8 @@ def _select(
         return torch.as_tensor(getattr(operator, op.name.lower())(lhs, rhs))
 
     seen = value(0)
-    if STATES:
-        seen = (seen | (states == 2)) & (states != 0)
+    if GATED:
+        seen = seen & (gate != 0)
     return torch.where(seen, scores, -math.inf)
 
 
@@ -469,11 +467,12 @@ def _language() -> Any:
         arange=lambda start, end, layout: _values(torch.arange(start, end)),
         zeros=lambda shape, dtype, layout: _values(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: _values(torch.full(shape, value, dtype=dtype)),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
-        where=torch.where,
+        where=torch.where, zeros_like=torch.zeros_like,
         sum=lambda x, axis: x.sum(axis),
         max=_largest,
         exp2=torch.exp2, log2=torch.log2,

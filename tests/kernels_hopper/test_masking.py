@@ -98,13 +98,14 @@ def test_text_is_the_predicate(node, seed: int, wide: bool) -> None:
     predicate = Predicate(node)
     program = predicate.program
     dense = predicate.dense(q_vals, k_vals, 3, 4)[0].tolist()
-    plain, with_states = (select_text(program, wide, states) for states in (False, True))
+    plain, gated = (select_text(program, wide, x) for x in (False, True))
     for q in range(3):
         for k in range(4):
             operands = sides(program, q, k, q_vals, k_vals)
-            assert run(plain, [2.5, *operands]) == (2.5 if dense[q][k] else -math.inf)
-            for state, seen in enumerate((False, dense[q][k], True)):
-                assert run(with_states, [2.5, state, *operands]) == (2.5 if seen else -math.inf)
+            masked = 2.5 if dense[q][k] else -math.inf
+            assert run(plain, [2.5, *operands]) == masked
+            for gate in (0, 1, 2):
+                assert run(gated, [2.5, gate, *operands]) == (masked if gate else -math.inf)
 
 
 @pytest.mark.parametrize(

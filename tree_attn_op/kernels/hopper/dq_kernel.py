@@ -18,7 +18,7 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler
-from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
+from .pair_masks import mask_pair
 from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
 from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
@@ -157,7 +157,7 @@ def _consumer(
         mbarrier.wait(q_full, turn & 1)
 
         s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
-        s = mask_first_pair(
+        s = mask_pair(
             s, hidden_from_assembler(q_token), first_0, first_1, batch, values, q_len, kv_len,
             PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
         )  # fmt: skip
@@ -166,19 +166,19 @@ def _consumer(
             STAGES, P_LAYOUT,
         )  # fmt: skip
         step += 1
-        tile_0 = load_tile(partial_tiles, partial_start, list_row, kv_tiles)
-        tile_1 = load_tile(partial_tiles, partial_start + 1, list_row, kv_tiles)
+        code_0 = load_tile(partial_tiles, partial_start, list_row, kv_tiles) * 4 + 1
+        code_1 = load_tile(partial_tiles, partial_start + 1, list_row, kv_tiles) * 4 + 1
         for pair in range(partial_pairs):
             s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
             # The assembler would compare while it waits for the scores, and for want of predicates
             # pack what it finds into bits. Of tokens that it gets to know late it does less so.
-            s = mask_partial_pair(
-                s, hidden_from_assembler(q_token), tile_0, tile_1, batch, values, q_len, kv_len,
+            s = mask_pair(
+                s, hidden_from_assembler(q_token), code_0, code_1, batch, values, q_len, kv_len,
                 PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
             )  # fmt: skip
             index = partial_start + 2 * pair + 2
-            tile_0 = load_tile(partial_tiles, index, list_row, kv_tiles)
-            tile_1 = load_tile(partial_tiles, index + 1, list_row, kv_tiles)
+            code_0 = load_tile(partial_tiles, index, list_row, kv_tiles) * 4 + 1
+            code_1 = load_tile(partial_tiles, index + 1, list_row, kv_tiles) * 4 + 1
             dq = _accumulate(
                 s, dp, dq, step, row_lse, row_delta, scale_log2, k_smem, k_empty, v_full, v_empty,
                 STAGES, P_LAYOUT,
@@ -187,10 +187,14 @@ def _consumer(
         for pair in range(full_pairs):
             s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
             if KV_TAIL:
-                tile_0 = load_tile(full_tiles, full_start + 2 * pair, list_row, kv_tiles)
-                tile_1 = load_tile(full_tiles, full_start + 2 * pair + 1, list_row, kv_tiles)
-                if (gl.maximum(tile_0, tile_1) + 1) * KEY_TILE > kv_len:
-                    s = mask_tail(s, tile_0, tile_1, kv_len, S_LAYOUT)
+                index = full_start + 2 * pair
+                code_0 = load_tile(full_tiles, index, list_row, kv_tiles) * 4 + 2
+                code_1 = load_tile(full_tiles, index + 1, list_row, kv_tiles) * 4 + 2
+                if (gl.maximum(code_0, code_1) // 4 + 1) * KEY_TILE > kv_len:
+                    s = mask_pair(
+                        s, q_token, code_0, code_1, batch, values, q_len, kv_len,
+                        PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
+                    )  # fmt: skip
             dq = _accumulate(
                 s, dp, dq, step, row_lse, row_delta, scale_log2, k_smem, k_empty, v_full, v_empty,
                 STAGES, P_LAYOUT,

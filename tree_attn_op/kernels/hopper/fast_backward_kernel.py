@@ -139,16 +139,20 @@ def _mask(
     q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride = values
     q = q_token + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     key = key_token + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    states = gl.where(key < kv_len, state, 0)
-    if Q_TAIL:
-        q = gl.minimum(q, q_len - 1)
+    if state == 1:
+        k = key
+        if Q_TAIL:
+            q = gl.minimum(q, q_len - 1)
+        if KV_TAIL:
+            k = gl.minimum(key, kv_len - 1)
+        s = seen_scores(
+            PROGRAM, s, gl.expand_dims(q, 0), gl.expand_dims(k, 1), 1,
+            q_vals + batch.to(gl.int64) * q_batch_stride,
+            k_vals + batch.to(gl.int64) * k_batch_stride, q_stride, k_stride, False,
+        )  # fmt: skip
     if KV_TAIL:
-        key = gl.minimum(key, kv_len - 1)
-    return seen_scores(
-        PROGRAM, s, gl.expand_dims(q, 0), gl.expand_dims(key, 1), gl.expand_dims(states, 1),
-        q_vals + batch.to(gl.int64) * q_batch_stride,
-        k_vals + batch.to(gl.int64) * k_batch_stride, q_stride, k_stride, KV_TAIL,
-    )  # fmt: skip
+        s = gl.where(gl.expand_dims(key < kv_len, 1), s, -float("inf"))
+    return s
 
 
 @gluon.jit

@@ -4,9 +4,11 @@ One persistent thread block a multiprocessor: a producer warp feeds a ring of K 
 TMA, and two consumer warpgroups hold 64 query rows each. Packed, the two hold two heads of one K/V
 group over the same 64 tokens; otherwise 128 tokens of one head.
 
-The consumers carry the scores of the next tile from step to step: a step turns scores into
-probabilities while the previous P V product runs, then issues the next Q K product and its own P V
-product. The next tile may belong to the next row, so the pipeline does not drain between rows.
+The consumers carry the probabilities of a tile from step to step: a step issues the Q K product of
+the next tile and the P V product of this one, and turns the next tile's scores into probabilities
+while P V runs. The next tile may belong to the next row, so the pipeline does not drain between
+rows. One loop body does for every step, with branches for masks and for the end of a row: most of
+what short rows would cost otherwise is waiting for instructions.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler, pack_pairs, unpack_pairs
-from .pair_masks import mask_first_pair, mask_partial_pair, mask_tail
+from .pair_masks import mask_pair
 from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
 from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
 _NOTHING_SEEN = gl.constexpr(-1e38)
 """Running maximum of a row that has seen no key: finite, so that no difference is NaN."""
+_LONG_ROW = gl.constexpr(4)
+"""Full pairs from which on they have a loop of their own: a step of it is shorter, but the
+instruction cache does not hold both loops."""
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -111,10 +116,13 @@ def _column(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scores_and_output(
-    q, p, acc, step, k_smem, v_smem, k_full, k_empty, v_full,
+    q, p, acc, fresh, step, k_smem, v_smem, k_full, v_full,
     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Issue the scores of tile ``step`` and P V of the tile before; wait for the scores alone."""
+    """Issue the scores of tile ``step`` and P V of the tile before.
+
+    If ``fresh``, ``acc`` holds nothing yet.
+    """
     ROWS: gl.constexpr = q.shape[0]
     KEYS: gl.constexpr = k_smem.shape[1]
     stage = step % STAGES
@@ -124,10 +132,16 @@ def _scores_and_output(
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
     operand = unpack_pairs(p, q.dtype, P_LAYOUT)
-    acc = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index(stage))
+    acc = warpgroup_mma(operand, v_smem.index(v_stage), acc, use_acc=fresh == 0, is_async=True)
     return s, acc
+
+
+@gluon.jit
+def _await_scores(s, step, k_empty, STAGES: gl.constexpr):
+    """Wait for the scores of tile ``step``, not for P V behind them."""
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(step % STAGES))
+    return s
 
 
 @gluon.jit
@@ -143,6 +157,20 @@ def _await_output(acc, step, v_full, v_empty, STAGES: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(stage))
     return acc
+
+
+@gluon.jit
+def _half_of_row(
+    q_tile, item, GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr
+):
+    """Head and first query token of a consumer's 64 rows."""
+    head, _kv_head = head_of_item(item, GROUP, PACKED)
+    if PACKED:
+        head += GROUP_INDEX
+        token = q_tile * 64
+    else:
+        token = q_tile * 128 + GROUP_INDEX * 64
+    return head, token
 
 
 @gluon.jit
@@ -169,13 +197,8 @@ def _consumer(
     kv_tiles = lists[5]
     q_tile, partials, fulls, first_0, first_1, batch, item, more = look_up(queue, 0, ROW_SLOTS)
     release(queue, 0, ROW_SLOTS)
-    head, _kv_head = head_of_item(item, GROUP, PACKED)
+    head, q_token = _half_of_row(q_tile, item, GROUP_INDEX, GROUP, PACKED)
     list_row = batch * lists[3] + q_tile
-    if PACKED:
-        q_token = q_tile * ROWS
-        head += GROUP_INDEX
-    else:
-        q_token = q_tile * (2 * ROWS) + GROUP_INDEX * ROWS
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(
@@ -184,109 +207,120 @@ def _consumer(
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(0))
-    s = mask_first_pair(
+    s = mask_pair(
         s, q_token, first_0, first_1, batch, values, q_len, kv_len,
         PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
     )  # fmt: skip
     p, peak, decay = _softmax(s, no_peak, scale_log2)
     norm = _sum_in_thread(p, KEYS)
     NORM_LAYOUT: gl.constexpr = norm.type.layout
+    no_norm = gl.zeros([ROWS, 8], gl.float32, NORM_LAYOUT)
     p = pack_pairs(p, dtype)
+    partial_index, partial_left, full_index, full_left = split_pairs(partials, fulls)
+    acc = gl.zeros([ROWS, V_WIDTH], gl.float32, O_LAYOUT)
     # ``step`` counts tiles over all rows; ``p`` holds the probabilities of the tile before it.
+    # ``acc`` belongs to the row of that tile; where ``fresh``, it holds nothing yet.
     step = 1
     turn = 0
+    fresh = more != 0
     while more != 0:
-        partial_start, partial_pairs, full_start, full_pairs = split_pairs(partials, fulls)
-        q_index = (turn & 1) * 2 + GROUP_INDEX
-        q = q_smem.index(hidden_from_assembler(q_index))
-        acc = gl.zeros([ROWS, V_WIDTH], gl.float32, O_LAYOUT)
-        tile_0 = load_tile(partial_tiles, partial_start, list_row, kv_tiles)
-        tile_1 = load_tile(partial_tiles, partial_start + 1, list_row, kv_tiles)
-        for pair in range(partial_pairs):
-            s, acc = _scores_and_output(
-                q, p, acc, step, k_smem, v_smem, k_full, k_empty, v_full,
-                STAGES, S_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
-            s = mask_partial_pair(
-                s, q_token, tile_0, tile_1, batch, values, q_len, kv_len,
+        if (partial_left == 0) & (full_left >= _LONG_ROW):
+            q = q_smem.index(hidden_from_assembler((turn & 1) * 2 + GROUP_INDEX))
+            if fresh:
+                acc = gl.zeros([ROWS, V_WIDTH], gl.float32, O_LAYOUT)
+                fresh = more == 0
+            for _pair in range(full_left):
+                s, acc = _scores_and_output(
+                    q, p, acc, False, step, k_smem, v_smem, k_full, v_full,
+                    STAGES, S_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+                s = _await_scores(s, step, k_empty, STAGES)
+                if KV_TAIL:
+                    code_0 = load_tile(full_tiles, full_index, list_row, kv_tiles) * 4 + 2
+                    code_1 = load_tile(full_tiles, full_index + 1, list_row, kv_tiles) * 4 + 2
+                    full_index += 2
+                    if (gl.maximum(code_0, code_1) // 4 + 1) * KEY_TILE > kv_len:
+                        s = mask_pair(
+                            s, q_token, code_0, code_1, batch, values, q_len, kv_len,
+                            PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
+                        )  # fmt: skip
+                p, peak, decay = _softmax(s, peak, scale_log2)
+                norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
+                p = pack_pairs(p, dtype)
+                acc = _await_output(acc, step, v_full, v_empty, STAGES)
+                acc = acc * _column(decay, O_LAYOUT)
+                step += 1
+            full_left = 0
+
+        # The next tile: the next row's first if this row ends with the tile before it.
+        ends = partial_left + full_left == 0
+        next_batch, next_head, next_token = batch, head, q_token
+        if ends:
+            mbarrier.arrive(q_empty.index(turn & 1))
+            turn += 1
+            masked = True
+            next_tile, partials, fulls, code_0, code_1, next_batch, next_item, more = look_up(
+                queue, turn, ROW_SLOTS
+            )
+            release(queue, turn, ROW_SLOTS)
+            next_head, next_token = _half_of_row(next_tile, next_item, GROUP_INDEX, GROUP, PACKED)
+            list_row = next_batch * lists[3] + next_tile
+            partial_index, partial_left, full_index, full_left = split_pairs(partials, fulls)
+            mbarrier.wait(q_full.index(turn & 1), (turn >> 1) & 1, pred=more != 0)
+        elif partial_left > 0:
+            code_0 = load_tile(partial_tiles, partial_index, list_row, kv_tiles) * 4 + 1
+            code_1 = load_tile(partial_tiles, partial_index + 1, list_row, kv_tiles) * 4 + 1
+            masked = True
+            partial_index += 2
+            partial_left -= 1
+        else:
+            code_0, code_1 = 2, 2
+            masked = False
+            if KV_TAIL:
+                code_0 += load_tile(full_tiles, full_index, list_row, kv_tiles) * 4
+                code_1 += load_tile(full_tiles, full_index + 1, list_row, kv_tiles) * 4
+                masked = (gl.maximum(code_0, code_1) // 4 + 1) * KEY_TILE > kv_len
+                full_index += 2
+            full_left -= 1
+        s, acc = _scores_and_output(
+            q_smem.index((turn & 1) * 2 + GROUP_INDEX), p, acc, fresh, step, k_smem, v_smem,
+            k_full, v_full, STAGES, S_LAYOUT, P_LAYOUT,
+        )  # fmt: skip
+        row_scale = peak
+        if ends:
+            row_sum = gl.convert_layout(gl.sum(norm, 1), ROW)
+            seen = row_sum > 0.0
+            row_scale = gl.where(seen, 1.0 / row_sum, 0.0)
+            row = q_token + gl.arange(0, ROWS, ROW)
+            row_lse = gl.where(seen, (peak + gl.log2(row_sum)) * _LN2, -float("inf"))
+            lse_row = lse + (batch * heads + head).to(gl.int64) * q_len
+            gl.store(lse_row + row, row_lse, mask=row < q_len)
+            peak, norm = no_peak, no_norm
+        s = _await_scores(s, step, k_empty, STAGES)
+        if masked:
+            s = mask_pair(
+                s, next_token, code_0, code_1, next_batch, values, q_len, kv_len,
                 PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
             )  # fmt: skip
-            index = partial_start + 2 * pair + 2
-            tile_0 = load_tile(partial_tiles, index, list_row, kv_tiles)
-            tile_1 = load_tile(partial_tiles, index + 1, list_row, kv_tiles)
-            p, peak, decay = _softmax(s, peak, scale_log2)
-            norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
-            p = pack_pairs(p, dtype)
-            acc = _await_output(acc, step, v_full, v_empty, STAGES)
-            acc = acc * _column(decay, O_LAYOUT)
-            step += 1
-        q = q_smem.index(hidden_from_assembler(q_index))
-        for pair in range(full_pairs):
-            s, acc = _scores_and_output(
-                q, p, acc, step, k_smem, v_smem, k_full, k_empty, v_full,
-                STAGES, S_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
-            if KV_TAIL:
-                tile_0 = load_tile(full_tiles, full_start + 2 * pair, list_row, kv_tiles)
-                tile_1 = load_tile(full_tiles, full_start + 2 * pair + 1, list_row, kv_tiles)
-                if (gl.maximum(tile_0, tile_1) + 1) * KEY_TILE > kv_len:
-                    s = mask_tail(s, tile_0, tile_1, kv_len, S_LAYOUT)
-            p, peak, decay = _softmax(s, peak, scale_log2)
-            norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
-            p = pack_pairs(p, dtype)
-            acc = _await_output(acc, step, v_full, v_empty, STAGES)
-            acc = acc * _column(decay, O_LAYOUT)
-            step += 1
-
-        # The scores of the next row's first tile, under the end of this row.
-        mbarrier.arrive(q_empty.index(turn & 1))
-        turn += 1
-        slot = turn & 1
-        (
-            next_q_tile, next_partials, next_fulls, next_first_0, next_first_1, next_batch,
-            next_item, more,
-        ) = look_up(queue, turn, ROW_SLOTS)  # fmt: skip
-        release(queue, turn, ROW_SLOTS)
-        next_head, _next_kv_head = head_of_item(next_item, GROUP, PACKED)
-        next_token = next_q_tile * (ROWS if PACKED else 2 * ROWS)
-        if PACKED:
-            next_head += GROUP_INDEX
-        else:
-            next_token += GROUP_INDEX * ROWS
-        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1, pred=more != 0)
-        s, acc = _scores_and_output(
-            q_smem.index(slot * 2 + GROUP_INDEX), p, acc, step, k_smem, v_smem, k_full, k_empty,
-            v_full, STAGES, S_LAYOUT, P_LAYOUT,
-        )  # fmt: skip
-        s = mask_first_pair(
-            s, next_token, next_first_0, next_first_1, next_batch, values, q_len, kv_len,
-            PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
-        )  # fmt: skip
-        p, next_peak, decay = _softmax(s, no_peak, scale_log2)
-        next_norm = _sum_in_thread(p, KEYS)
+        p, peak, decay = _softmax(s, peak, scale_log2)
+        norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
         p = pack_pairs(p, dtype)
+        if ends:
+            decay = row_scale
         acc = _await_output(acc, step, v_full, v_empty, STAGES)
+        acc = acc * _column(decay, O_LAYOUT)
         step += 1
-
-        row_norm = gl.convert_layout(gl.sum(norm, 1), ROW)
-        seen = row_norm > 0.0
-        acc = acc * _column(gl.where(seen, 1.0 / row_norm, 0.0), O_LAYOUT)
-        tma.store_wait(0)
-        o_tile.store(acc.to(dtype))
-        fence_async_shared()
-        for chunk in gl.static_range(V_CHUNKS):
-            tma.async_copy_shared_to_global(
-                o_desc, [batch, head, q_token, chunk * 64],
-                o_boxes.index(GROUP_INDEX * V_CHUNKS + chunk),
-            )  # fmt: skip
-        row = q_token + gl.arange(0, ROWS, ROW)
-        row_lse = gl.where(seen, (peak + gl.log2(row_norm)) * _LN2, -float("inf"))
-        lse_row = lse + (batch * heads + head).to(gl.int64) * q_len
-        gl.store(lse_row + row, row_lse, mask=row < q_len)
-
+        fresh = ends
+        if ends:
+            tma.store_wait(0)
+            o_tile.store(acc.to(dtype))
+            fence_async_shared()
+            for chunk in gl.static_range(V_CHUNKS):
+                tma.async_copy_shared_to_global(
+                    o_desc, [batch, head, q_token, chunk * 64],
+                    o_boxes.index(GROUP_INDEX * V_CHUNKS + chunk),
+                )  # fmt: skip
         batch, head, q_token = next_batch, next_head, next_token
-        list_row = next_batch * lists[3] + next_q_tile
-        partials, fulls, peak, norm = next_partials, next_fulls, next_peak, next_norm
     tma.store_wait(0)
 
 

@@ -7,7 +7,7 @@ Every load is a box of 64 tokens by 64 columns (128 bytes, the widest swizzle), 
 from __future__ import annotations
 
 from .compat import gl, gluon, mbarrier, tma
-from .schedule import KEY_TILE, first_tile, load_tile
+from .schedule import KEY_TILE, coded_tile, load_tile
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def load_query_rows(
 @gluon.jit
 def first_tokens(first_0, first_1, kv_len):
     """First key tokens of a row's first pair; a dead tile's lies behind the last key."""
-    tile_0, state_0 = first_tile(first_0)
-    tile_1, state_1 = first_tile(first_1)
+    tile_0, state_0 = coded_tile(first_0)
+    tile_1, state_1 = coded_tile(first_1)
     token_0 = tile_0 * KEY_TILE
     token_1 = tile_1 * KEY_TILE
     if state_0 == 0:

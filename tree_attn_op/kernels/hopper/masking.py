@@ -72,21 +72,20 @@ def _operands(PROGRAM: gl.constexpr, AT: gl.constexpr, q, k, q_vals, k_vals, q_s
 
 
 @gluon.constexpr_function
-def select_text(program: Sequence[int], wide: bool, states: bool) -> str:
+def select_text(program: Sequence[int], wide: bool, gated: bool) -> str:
     """PTX that keeps a score that is seen and makes any other -inf.
 
     Args:
         program: ``Predicate.program``.
         wide: whether values are 64 bits wide instead of 32.
-        states: whether a state comes with each score: 0 hides it and 2 keeps it, whatever the
-            predicate says.
+        gated: whether an int32 comes with the scores, of which 0 hides them.
 
-    Operands are the result, the score, the state if there are any, and both sides of each
-    comparison in the order of the program.
+    Operands are the result, the score, the gate if there is one, and both sides of each comparison
+    in the order of the program.
     """
     lines: list[str] = []
     width = "s64" if wide else "s32"
-    places = itertools.count(3 if states else 2)
+    places = itertools.count(3 if gated else 2)
     names = itertools.count()
 
     def emit(at: int, before: str = "", joined: str = "") -> str:
@@ -95,7 +94,11 @@ def select_text(program: Sequence[int], wide: bool, states: bool) -> str:
         if op in (Op.AND, Op.OR):
             word = "and" if op == Op.AND else "or"
             parts = program[at + 2 : at + 2 + program[at + 1]]
-            name = emit(parts[0])
+            if word == joined:
+                name = emit(parts[0], before, joined)
+                before = ""
+            else:
+                name = emit(parts[0])
             for part in parts[1:]:
                 name = emit(part, name, word)
             if before:
@@ -104,6 +107,8 @@ def select_text(program: Sequence[int], wide: bool, states: bool) -> str:
         name = f"p{next(names)}"
         if op in (Op.TRUE, Op.FALSE):
             lines.append(f"mov.pred {name}, {int(op == Op.TRUE)};")
+            if before:
+                lines.append(f"{joined}.pred {name}, {name}, {before};")
         elif before:
             sides = f"${next(places)}, ${next(places)}"
             lines.append(f"setp.{_WORDS[op]}.{joined}.{width} {name}, {sides}, {before};")
@@ -112,33 +117,36 @@ def select_text(program: Sequence[int], wide: bool, states: bool) -> str:
             lines.append(f"setp.{_WORDS[op]}.{width} {name}, {sides};")
         return name
 
-    seen = emit(0)
-    if states:
-        lines.append(f"setp.eq.or.s32 {seen}, $2, 2, {seen};")
-        lines.append(f"setp.ne.and.s32 {seen}, $2, 0, {seen};")
+    if gated:
+        # The assembler compares it once for all scores.
+        open_ = f"p{next(names)}"
+        lines.append(f"setp.ne.s32 {open_}, $2, 0;")
+        seen = emit(0, open_, "and")
+    else:
+        seen = emit(0)
     lines.append(f"selp.b32 $0, $1, 0xff800000, {seen};")
     return "\n".join(["{", f".reg .pred p<{next(names)}>;", *lines, "}"])
 
 
 @gluon.constexpr_function
-def _assembly(program, wide, states):
+def _assembly(program, wide, gated):
     """The text, and the constraints on its operands."""
-    text = select_text(program, wide, states)
-    comparisons = text.count("$") - 2 - (2 if states else 0)
-    constraints = ["=r", "r", *(["r"] * states), *(["l" if wide else "r"] * comparisons)]
+    text = select_text(program, wide, gated)
+    sides = text.count("$") - (3 if gated else 2)
+    constraints = ["=r", "r", *(["r"] * gated), *(["l" if wide else "r"] * sides)]
     return text, ",".join(constraints)
 
 
 @gluon.jit
-def _select(PROGRAM: gl.constexpr, scores, states, operands, STATES: gl.constexpr):
+def _select(PROGRAM: gl.constexpr, scores, gate, operands, GATED: gl.constexpr):
     """The scores that are seen, -inf in place of the others.
 
     In assembly, because the compiler would select once for each comparison, and because the
     assembler takes a long time over predicates that are all computed before the first is used.
     """
     WIDE: gl.constexpr = len(operands) > 0 and operands[0].dtype == gl.int64
-    ASSEMBLY: gl.constexpr = _assembly(PROGRAM, WIDE, STATES)
-    given = (scores, states) if STATES else (scores,)
+    ASSEMBLY: gl.constexpr = _assembly(PROGRAM, WIDE, GATED)
+    given = (scores, gate) if GATED else (scores,)
     return gl.inline_asm_elementwise(
         ASSEMBLY[0], ASSEMBLY[1], given + operands, gl.float32, True, 1
     )
@@ -146,8 +154,8 @@ def _select(PROGRAM: gl.constexpr, scores, states, operands, STATES: gl.constexp
 
 @gluon.jit
 def seen_scores(
-    PROGRAM: gl.constexpr, scores, q, k, states, q_vals, k_vals, q_stride, k_stride,
-    STATES: gl.constexpr,
+    PROGRAM: gl.constexpr, scores, q, k, gate, q_vals, k_vals, q_stride, k_stride,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """Scores of pairs that the predicate lets see, -inf in place of the others.
 
@@ -155,10 +163,9 @@ def seen_scores(
         scores: float32 tile.
         q, k: token indices, integer tensors whose shapes broadcast to the tile's, both in the
             tile's layout. Row values are read at these indices: they must lie within the lengths.
-        states: if ``STATES``, int32 that broadcasts to the tile: 0 hides a pair and 2 shows it,
-            whatever the predicate says.
+        gate: if ``GATED``, an int32, 0 to hide all.
         q_vals, k_vals: the batch's rows; nothing is read from rows that the program does not name.
         q_stride, k_stride: elements between two rows.
     """
     operands = _operands(PROGRAM, 0, q, k, q_vals, k_vals, q_stride, k_stride)
-    return _select(PROGRAM, scores, states, operands, STATES)
+    return _select(PROGRAM, scores, gate, operands, GATED)

@@ -49,9 +49,9 @@ def load_tile(tiles, index, list_row, kv_tiles):
 
 
 @gluon.jit
-def first_tile(first):
-    """Number and state of a tile of a row's first pair: 0 dead, 1 partial, 2 full."""
-    return first >> 2, first & 3
+def coded_tile(code):
+    """Number and state of a tile: 0 dead, 1 partial, 2 full. A dead tile has number 0."""
+    return code >> 2, code & 3
 
 
 @gluon.jit
