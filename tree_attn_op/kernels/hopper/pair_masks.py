@@ -53,9 +53,7 @@ def mask_pair(
     """
     halves = gl.reshape(scores, [scores.shape[0], 2, KEY_TILE])
     low, high = gl.split(gl.permute(halves, (0, 2, 1)))
-    low = _mask_tile(
-        low, q_token, code_0, batch, values, q_len, kv_len, PROGRAM, Q_TAIL, KV_TAIL
-    )
+    low = _mask_tile(low, q_token, code_0, batch, values, q_len, kv_len, PROGRAM, Q_TAIL, KV_TAIL)
     high = _mask_tile(
         high, q_token, code_1, batch, values, q_len, kv_len, PROGRAM, Q_TAIL, KV_TAIL
     )
