@@ -226,12 +226,9 @@ def _consumer(
     while more != 0:
         if (partial_left == 0) & (full_left >= _LONG_ROW):
             q = q_smem.index(hidden_from_assembler((turn & 1) * 2 + GROUP_INDEX))
-            if fresh:
-                acc = gl.zeros([ROWS, V_WIDTH], gl.float32, O_LAYOUT)
-                fresh = more == 0
             for _pair in range(full_left):
                 s, acc = _scores_and_output(
-                    q, p, acc, False, step, k_smem, v_smem, k_full, v_full,
+                    q, p, acc, fresh, step, k_smem, v_smem, k_full, v_full,
                     STAGES, S_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
                 s = _await_scores(s, step, k_empty, STAGES)
@@ -246,10 +243,11 @@ def _consumer(
                         )  # fmt: skip
                 p, peak, decay = _softmax(s, peak, scale_log2)
                 norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
-                p = pack_pairs(p, dtype)
                 acc = _await_output(acc, step, v_full, v_empty, STAGES)
+                p = pack_pairs(p, dtype)
                 acc = acc * _column(decay, O_LAYOUT)
                 step += 1
+                fresh = more == 0
             full_left = 0
 
         # The next tile: the next row's first if this row ends with the tile before it.
@@ -304,10 +302,10 @@ def _consumer(
             )  # fmt: skip
         p, peak, decay = _softmax(s, peak, scale_log2)
         norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
-        p = pack_pairs(p, dtype)
         if ends:
             decay = row_scale
         acc = _await_output(acc, step, v_full, v_empty, STAGES)
+        p = pack_pairs(p, dtype)
         acc = acc * _column(decay, O_LAYOUT)
         step += 1
         fresh = ends
