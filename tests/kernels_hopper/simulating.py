@@ -565,7 +565,7 @@ def _pair_order(by_query: Any, blocks: int) -> Tensor:
 
 
 def _row_schedule(
-    counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor, blocks: int
+    counts: Tensor, tiles: Tensor, full: Tensor, full_tiles: Tensor, blocks: int, least: int
 ) -> Tensor:
     entries = []
     for b, order in enumerate(_heaviest_first(counts + full).tolist()):
@@ -583,7 +583,8 @@ def _row_schedule(
                 )
             codes = [4 * tile + state for tile, state in first]
             together = _heads_together(counts[b] + full[b], blocks)
-            entries.append([row, len(lists[1]), len(lists[2]), *codes, together, 0, 0])
+            long = int((counts[b] + full[b]).float().mean() >= least)
+            entries.append([row, len(lists[1]), len(lists[2]), *codes, together, 0, long])
     return torch.tensor(entries, dtype=torch.int32).view(*counts.shape, 8)
 
 
@@ -632,11 +633,11 @@ def _of_tiles(lists: Any) -> list[Tensor]:
 class _RowSchedule:
     """Stands for the class of ``prepare.py``."""
 
-    def __init__(self, lists: Any, blocks: int):
-        self.blocks = blocks
+    def __init__(self, lists: Any, blocks: int, least: int):
+        self.given = blocks, least
 
     def __call__(self, lists: Any) -> Tensor:
-        return _row_schedule(*_of_tiles(lists), self.blocks)
+        return _row_schedule(*_of_tiles(lists), *self.given)
 
 
 class _BackwardPreparation:
@@ -658,7 +659,7 @@ class _BackwardPreparation:
         counts, entries = _merge_lists(*_of_tiles(by_query))
         schedule = counts
         if by_key is not None:
-            schedule = _row_schedule(*_of_tiles(by_key), self.blocks_a_row)
+            schedule = _row_schedule(*_of_tiles(by_key), self.blocks_a_row, 0)
         stats = _row_statistics(out, grad_out, lse, grad_lse, self.tiles)
         return _pair_order(by_query, self.blocks), counts, entries, schedule, stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from tree_attn_op.kernels.hopper.form import LONG_ROWS
 
 from .cases import CASES, LIMITS, Case, Problem, errors
 
+FORWARD = sys.modules["tree_attn_op.kernels.hopper.forward"]
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a GPU of compute capability 9.x",
@@ -21,9 +23,12 @@ pytestmark = [pytest.mark.gpu, hopper]
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
+@pytest.mark.parametrize("least", [0, 10**6], ids=["long", "short"])
 @by_name
-def test_forward(case: Case, seed: int) -> None:
-    for name, error in errors(case, seed, "forward").items():
+def test_forward(case: Case, least: int, seed: int) -> None:
+    with mock.patch.object(FORWARD, "LONG_LISTS", least):
+        found = errors(case, seed, "forward")
+    for name, error in found.items():
         assert error < LIMITS[case.dtype], (name, error)
 
 

@@ -59,8 +59,12 @@ for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1), (2, 3, 291)
             back = entries[b, pair].flip(0)[:full].tolist()
             assert back == [c for c, is_full in codes if is_full]
     squeezed = [tensor.squeeze(1) for tensor in by_key]
-    schedule = _row_schedule(*squeezed, 33)[..., :7]
-    assert torch.equal(RowSchedule(by_key, 33)(by_key)[..., :7], schedule)
+    schedule = _row_schedule(*squeezed, 33, 0)
+    assert (schedule[..., 7] == 1).all()
+    for least in (0, 1, 2, 150, 1000):
+        schedule[..., 7] = _row_schedule(*squeezed, 33, least)[..., 7]
+        assert torch.equal(RowSchedule(by_key, 33, least)(by_key), schedule)
+    schedule = schedule[..., :7]
     size = batch * q_tiles * 8
     assert torch.equal(found[3][:size].view(batch, q_tiles, 8)[..., :7], schedule)
     cost = (state.squeeze(1) > 0).sum(1)
@@ -81,8 +85,9 @@ for batch, q_tiles, key_tiles in ((1, 5, 4), (2, 300, 7), (1, 1, 1), (2, 3, 291)
 state = torch.randint(0, 2, (2, 1, 40, 9), dtype=torch.int8)
 every = lists_of(state)
 bare_key, bare_query = (*every[:2], None, None), (*every[4:6], None, None)
-schedule = _row_schedule(*(tensor.squeeze(1) for tensor in every[:4]), 33)[..., :7]
-assert torch.equal(RowSchedule(bare_key, 33)(bare_key)[..., :7], schedule)
+schedule = _row_schedule(*(tensor.squeeze(1) for tensor in every[:4]), 33, 4)
+assert torch.equal(RowSchedule(bare_key, 33, 4)(bare_key), schedule)
+schedule = schedule[..., :7]
 for by_query in (every[4:], bare_query):
     for by_key in (every[:4], bare_key, None):
         found, want = prepared(out, grad_out, lse, None, by_query, by_key, 2, 132, 33)

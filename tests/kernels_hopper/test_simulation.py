@@ -17,6 +17,7 @@ from tree_attn_op.kernels.hopper.form import LONG_ROWS
 from .cases import LIMITS, Case, Problem, relative_error
 from .simulating import as_python, simulated
 
+FORWARD = sys.modules["tree_attn_op.kernels.hopper.forward"]
 BACKWARD = sys.modules["tree_attn_op.kernels.hopper.backward"]
 CASES = [
     Case("tree", q_len=256, kv_len=256),
@@ -36,8 +37,12 @@ CASES = [
 def test_simulation(case: Case, blocks: int, late: bool, seed: int) -> None:
     problem = Problem(case, seed, device="cpu")
     expected = problem.expected()
+    results: dict[str, torch.Tensor] = {}
     with simulated(blocks, late):
-        results = dict(zip(("out", "lse"), problem.forward(), strict=True))
+        for form, least in (("long", 0), ("short", 10**6)):
+            with mock.patch.object(FORWARD, "LONG_LISTS", least):
+                found = zip(("out", "lse"), problem.forward(), strict=True)
+            results |= {f"{form} {name}": result for name, result in found}
         out, lse = expected["out"].to(case.dtype), expected["lse"].float()
         for form in ("deterministic", "fast"):
             gradients = zip(("dq", "dk", "dv"), problem.backward(out, lse, form), strict=True)

@@ -1,9 +1,12 @@
-"""Which form of the backward runs, decided on the device: the fast one pays where rows are long.
+"""Which form of a kernel pays where rows are long, decided on the device, where the lists lie.
 
-The fast form adds dQ up in memory. Where a key tile is seen by few queries, that costs more than
-the two products that the deterministic form does again (measured: bench/NOTES.md). How many see it
-only the lists know, which lie on the device, and asking would make the host wait. So both forms
-are launched, and one of them finds that it has nothing to do.
+The fast form of the backward adds dQ up in memory. Where a key tile is seen by few queries, that
+costs more than the two products that the deterministic form does again (measured: bench/NOTES.md).
+How many see it only the lists know, and asking would make the host wait. So both forms are
+launched, and one of them finds that it has nothing to do.
+
+The forward kernel has code for both kinds of rows (``forward_kernel.py``); the launch before it,
+which orders the rows, says for which.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from ..launching import Launch
 LONG_ROWS = {1: 6, 2: 12}
 """Query tiles of 64 that a pair of key tiles must list on average for the fast form to pay, by the
 number of 64-column chunks of the wider of the two head dims."""
+
+LONG_LISTS = 10
+"""Key tiles of 64 that a row must list on average for the forward to take it as long."""
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..launching import Launch, Output
 from ..plans import Plan, copies, with_copies
 from .configs import FORWARD, Config
+from .form import LONG_LISTS
 from .forward_kernel import forward_kernel
 from .launch import LOG2E, boxes_of, chunks, multiprocessors, program_of, value_strides
 from .prepare import Lists, RowSchedule
@@ -46,7 +47,7 @@ class ForwardPlan:
         list_batches, _, q_tiles, kv_tiles = lists[1].shape
         head_items = heads // 2 if packed else heads
         blocks = multiprocessors(query.device)
-        self._schedule = RowSchedule(lists, -(-blocks * kv_heads // head_items))
+        self._schedule = RowSchedule(lists, -(-blocks * kv_heads // head_items), LONG_LISTS)
         qk_chunks, v_chunks = chunks(width), chunks(v_width)
         config = config or FORWARD[max(qk_chunks, v_chunks)]
         fixed = {

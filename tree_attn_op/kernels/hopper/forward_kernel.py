@@ -7,8 +7,12 @@ group over the same 64 tokens; otherwise 128 tokens of one head.
 The consumers carry the probabilities of a tile from step to step: a step issues the Q K product of
 the next tile and the P V product of this one, and turns the next tile's scores into probabilities
 while P V runs. The next tile may belong to the next row, so the pipeline does not drain between
-rows. One loop body does for every step, with branches for masks and for the end of a row: most of
-what short rows would cost otherwise is waiting for instructions.
+rows.
+
+One loop body does for every step, with branches for masks and for the end of a row: short rows wait
+for instructions where their code exceeds the instruction cache. Where rows are long, what counts
+are the steps in their middle, and these have a loop of their own. The kernel holds the code of both
+forms; the schedule says which one runs (``form.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +35,7 @@ from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 _NOTHING_SEEN = gl.constexpr(-1e38)
 """Running maximum of a row that has seen no key: finite, so that no difference is NaN."""
 _LONG_ROW = gl.constexpr(4)
-"""Full pairs from which on they have a loop of their own: a step of it is shorter, but the
-instruction cache does not hold both loops."""
+"""Full pairs from which on a row of the long form goes to the loop for them."""
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -178,7 +181,7 @@ def _consumer(
     GROUP_INDEX: gl.constexpr, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue,
     lists, values, lse, scale_log2, q_len, kv_len, heads,
     GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
-    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, V_CHUNKS: gl.constexpr,
+    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, V_CHUNKS: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     ROWS: gl.constexpr = 64
@@ -224,9 +227,9 @@ def _consumer(
     turn = 0
     fresh = more != 0
     while more != 0:
-        if (partial_left == 0) & (full_left >= _LONG_ROW):
-            q = q_smem.index(hidden_from_assembler((turn & 1) * 2 + GROUP_INDEX))
+        if LONG and (partial_left == 0) & (full_left >= _LONG_ROW):
             for _pair in range(full_left):
+                q = q_smem.index(hidden_from_assembler(turn & 1) * 2 + GROUP_INDEX)
                 s, acc = _scores_and_output(
                     q, p, acc, fresh, step, k_smem, v_smem, k_full, v_full,
                     STAGES, S_LAYOUT, P_LAYOUT,
@@ -243,8 +246,8 @@ def _consumer(
                         )  # fmt: skip
                 p, peak, decay = _softmax(s, peak, scale_log2)
                 norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
-                acc = _await_output(acc, step, v_full, v_empty, STAGES)
                 p = pack_pairs(p, dtype)
+                acc = _await_output(acc, step, v_full, v_empty, STAGES)
                 acc = acc * _column(decay, O_LAYOUT)
                 step += 1
                 fresh = more == 0
@@ -302,10 +305,10 @@ def _consumer(
             )  # fmt: skip
         p, peak, decay = _softmax(s, peak, scale_log2)
         norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
+        p = pack_pairs(p, dtype)
         if ends:
             decay = row_scale
         acc = _await_output(acc, step, v_full, v_empty, STAGES)
-        p = pack_pairs(p, dtype)
         acc = acc * _column(decay, O_LAYOUT)
         step += 1
         fresh = ends
@@ -320,6 +323,29 @@ def _consumer(
                 )  # fmt: skip
         batch, head, q_token = next_batch, next_head, next_token
     tma.store_wait(0)
+
+
+@gluon.jit
+def _attend(
+    q_desc, k_desc, v_desc, o_desc, q_boxes, k_boxes, v_boxes, o_boxes, q_smem, k_smem, v_smem,
+    o_smem, bars, queue, lists, values, lse, scale_log2, rows, q_len, kv_len, heads,
+    GROUP: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PROGRAM: gl.constexpr,
+    Q_TAIL: gl.constexpr, KV_TAIL: gl.constexpr, QK_CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """All rows, by the warps of a block in their roles; ``LONG`` is the form for long rows."""
+    gl.warp_specialize([
+        (_consumer, (0, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
+                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
+                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS, LONG)),
+        (_consumer, (1, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
+                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
+                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS, LONG)),
+        (_producer, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, queue, lists,
+                     kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
+        (dispatch_rows, (queue, lists, values, rows, kv_len, GROUP // 2 if PACKED else GROUP,
+                         PROGRAM)),
+    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 # A length that happens to be 1 or a multiple of 16 shall not compile anew.
@@ -375,15 +401,17 @@ def forward_kernel(
     )  # fmt: skip
     values = (q_vals, q_batch_stride, q_stride, k_vals, k_batch_stride, k_stride)
     rows = q_tiles * batches * head_items
-    gl.warp_specialize([
-        (_consumer, (0, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
-                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
-                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS)),
-        (_consumer, (1, o_desc, q_smem, o_smem, o_boxes, k_smem, v_smem, bars, queue, lists,
-                     values, lse, scale_log2, q_len, kv_len, heads, GROUP, PACKED, STAGES,
-                     PROGRAM, Q_TAIL, KV_TAIL, V_CHUNKS)),
-        (_producer, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, bars, queue, lists,
-                     kv_len, GROUP, PACKED, STAGES, QK_CHUNKS, V_CHUNKS)),
-        (dispatch_rows, (queue, lists, values, rows, kv_len, GROUP // 2 if PACKED else GROUP,
-                         PROGRAM)),
-    ], [4, 1, 1], [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    if gl.load(schedule + 7) != 0:
+        _attend(
+            q_desc, k_desc, v_desc, o_desc, q_boxes, k_boxes, v_boxes, o_boxes, q_smem, k_smem,
+            v_smem, o_smem, bars, queue, lists, values, lse, scale_log2, rows, q_len, kv_len,
+            heads, GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS, V_CHUNKS,
+            REGISTERS, PRODUCER_REGISTERS, True,
+        )  # fmt: skip
+    else:
+        _attend(
+            q_desc, k_desc, v_desc, o_desc, q_boxes, k_boxes, v_boxes, o_boxes, q_smem, k_smem,
+            v_smem, o_smem, bars, queue, lists, values, lse, scale_log2, rows, q_len, kv_len,
+            heads, GROUP, PACKED, STAGES, PROGRAM, Q_TAIL, KV_TAIL, QK_CHUNKS, V_CHUNKS,
+            REGISTERS, PRODUCER_REGISTERS, False,
+        )  # fmt: skip

@@ -73,7 +73,7 @@ def _heads_together(total, heaviest, blocks):
 
 @triton.jit
 def _schedule_rows(
-    item, counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row,
+    item, counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row, least,
     HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The ``item``-th BLOCK of all entries of the schedule; see :class:`RowSchedule`."""
@@ -111,17 +111,18 @@ def _schedule_rows(
     together = _heads_together(total, heaviest, blocks_a_row)
     tl.store(entry + 5, tl.zeros_like(mine) + together.to(tl.int32), valid)
     tl.store(entry + 6, tl.zeros_like(mine), valid)
+    tl.store(entry + 7, tl.zeros_like(mine) + (total >= least * count).to(tl.int32), valid)
 
 
-@triton.jit(do_not_specialize=["count", "width", "blocks_a_row"])
+@triton.jit(do_not_specialize=["count", "width", "blocks_a_row", "least"])
 def row_schedule_kernel(
-    counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row,
+    counts, tiles, full_counts, full_tiles, schedule, count, width, blocks_a_row, least,
     HAS_FULL: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The work of :class:`RowSchedule`."""
     _schedule_rows(
         tl.program_id(0), counts, tiles, full_counts, full_tiles, schedule, count, width,
-        blocks_a_row, HAS_FULL, BLOCK, OTHERS,
+        blocks_a_row, least, HAS_FULL, BLOCK, OTHERS,
     )  # fmt: skip
 
 
@@ -281,7 +282,7 @@ def prepare_backward_kernel(
         if SCHEDULE:
             _schedule_rows(
                 item - merges - orders, row_counts, row_tiles, row_full_counts, row_full_tiles,
-                schedule, q_tiles, kv_tiles, blocks_a_row, HAS_ROW_FULL, BLOCK, OTHERS,
+                schedule, q_tiles, kv_tiles, blocks_a_row, 0, HAS_ROW_FULL, BLOCK, OTHERS,
             )  # fmt: skip
     else:
         _row_statistics(
@@ -309,20 +310,22 @@ class RowSchedule:
     Args:
         lists: key-side lists, of one key.
         blocks_a_row: thread blocks that there are for each item of a row of one K/V head.
+        least: key tiles that rows must list on average to be long.
 
     Calls take such lists and return int32 ``[batch, q_tiles, 8]``; equal costs in the order of
-    tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, together, 0, ...)``, the last
-    unused; ``together`` is how many K/V heads are worked on at a time, and the 0 of the first
-    entry is where the kernel counts the rows that it has handed out. The first pair of key tiles
-    (see ``split_pairs`` in ``schedule.py``) is ``4 * tile + state``, where a state is 0 for a dead
-    tile (its number is 0), 1 for a partial and 2 for a full one.
+    tiles. An entry is ``(q_tile, partials, fulls, first_0, first_1, together, 0, long)``;
+    ``together`` is how many K/V heads are worked on at a time, the 0 of the first entry is where
+    the kernel counts the rows that it has handed out, and ``long`` is 1 where the batch's rows
+    are. The first pair of key tiles (see ``split_pairs`` in ``schedule.py``) is ``4 * tile +
+    state``, where a state is 0 for a dead tile (its number is 0), 1 for a partial and 2 for a full
+    one.
     """
 
-    def __init__(self, lists: Lists, blocks_a_row: int):
+    def __init__(self, lists: Lists, blocks_a_row: int, least: int):
         batch, _, count, width = lists[1].shape
         self._schedule = Output.dense((batch, count, 8), torch.int32, lists[1].device)
         fixed = {
-            "count": count, "width": width, "blocks_a_row": blocks_a_row,
+            "count": count, "width": width, "blocks_a_row": blocks_a_row, "least": least,
             "HAS_FULL": lists[2] is not None, "BLOCK": _BLOCK,
             "OTHERS": _OTHERS,
         }  # fmt: skip
