@@ -9,10 +9,10 @@ the next tile and the P V product of this one, and turns the next tile's scores 
 while P V runs. The next tile may belong to the next row, so the pipeline does not drain between
 rows.
 
-One loop body does for every step, with branches for masks and for the end of a row: short rows wait
-for instructions where their code exceeds the instruction cache. Where rows are long, what counts
-are the steps in their middle, and these have a loop of their own. The kernel holds the code of both
-forms; the schedule says which one runs (``form.py``).
+One loop body does for every step, with branches for masks and for the end of a row: short rows
+wait for instructions where their code exceeds the instruction cache. Where rows are long, what
+counts are the steps in their middle, and these have a loop of their own. The kernel holds the code
+of both forms; the schedule says which one runs (``form.py``).
 """
 
 from __future__ import annotations
