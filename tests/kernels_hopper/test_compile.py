@@ -78,7 +78,8 @@ def test_resources(case: Case, tmp_path: Path) -> None:
         assert len(loops) >= 2, name
         fastest = min(loops, key=len)
         spills = [line for line in fastest if re.search(r"\b(LDL|STL)\b", line)]
-        assert len(spills) <= 8, (name, spills)
+        # A few addresses; accumulators would be dozens.
+        assert len(spills) <= 12, (name, spills)
 
 
 def test_softmax_overlaps_the_product(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler
-from .pair_masks import mask_pair
+from .pair_masks import mask_pair, mask_tail
 from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
 from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
@@ -187,14 +187,10 @@ def _consumer(
         for pair in range(full_pairs):
             s, dp = _products(q, do, step, k_smem, v_smem, k_full, v_full, STAGES, S_LAYOUT)
             if KV_TAIL:
-                index = full_start + 2 * pair
-                code_0 = load_tile(full_tiles, index, list_row, kv_tiles) * 4 + 2
-                code_1 = load_tile(full_tiles, index + 1, list_row, kv_tiles) * 4 + 2
-                if (gl.maximum(code_0, code_1) // 4 + 1) * KEY_TILE > kv_len:
-                    s = mask_pair(
-                        s, q_token, code_0, code_1, batch, values, q_len, kv_len,
-                        PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
-                    )  # fmt: skip
+                tile_0 = load_tile(full_tiles, full_start + 2 * pair, list_row, kv_tiles)
+                tile_1 = load_tile(full_tiles, full_start + 2 * pair + 1, list_row, kv_tiles)
+                if (gl.maximum(tile_0, tile_1) + 1) * KEY_TILE > kv_len:
+                    s = mask_tail(s, tile_0, tile_1, kv_len, S_LAYOUT)
             dq = _accumulate(
                 s, dp, dq, step, row_lse, row_delta, scale_log2, k_smem, k_empty, v_full, v_empty,
                 STAGES, P_LAYOUT,

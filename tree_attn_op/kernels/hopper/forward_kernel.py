@@ -28,7 +28,7 @@ from .compat import (
 )
 from .loading import first_tokens, later_tokens, load_pair, load_query_rows
 from .packing import hidden_from_assembler, pack_pairs, unpack_pairs
-from .pair_masks import mask_pair
+from .pair_masks import mask_pair, mask_tail
 from .queue import ROW_SLOTS, dispatch_rows, look_up, make_queue, release
 from .schedule import KEY_TILE, head_of_item, load_tile, split_pairs
 
@@ -236,14 +236,11 @@ def _consumer(
                 )  # fmt: skip
                 s = _await_scores(s, step, k_empty, STAGES)
                 if KV_TAIL:
-                    code_0 = load_tile(full_tiles, full_index, list_row, kv_tiles) * 4 + 2
-                    code_1 = load_tile(full_tiles, full_index + 1, list_row, kv_tiles) * 4 + 2
+                    tile_0 = load_tile(full_tiles, full_index, list_row, kv_tiles)
+                    tile_1 = load_tile(full_tiles, full_index + 1, list_row, kv_tiles)
                     full_index += 2
-                    if (gl.maximum(code_0, code_1) // 4 + 1) * KEY_TILE > kv_len:
-                        s = mask_pair(
-                            s, q_token, code_0, code_1, batch, values, q_len, kv_len,
-                            PROGRAM, Q_TAIL, KV_TAIL, S_LAYOUT,
-                        )  # fmt: skip
+                    if (gl.maximum(tile_0, tile_1) + 1) * KEY_TILE > kv_len:
+                        s = mask_tail(s, tile_0, tile_1, kv_len, S_LAYOUT)
                 p, peak, decay = _softmax(s, peak, scale_log2)
                 norm = norm * _column(decay, NORM_LAYOUT) + _sum_in_thread(p, KEYS)
                 p = pack_pairs(p, dtype)

@@ -59,3 +59,12 @@ def mask_pair(
     )
     joined = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), scores.shape)
     return gl.convert_layout(joined, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def mask_tail(scores, tile_0, tile_1, kv_len, LAYOUT: gl.constexpr):
+    """Scores ``[64, 128]`` of two full tiles, -inf behind the last key."""
+    column = gl.arange(0, 2 * KEY_TILE, gl.SliceLayout(0, LAYOUT))
+    tile = gl.where(column < KEY_TILE, tile_0, tile_1)
+    inside = tile * KEY_TILE + column % KEY_TILE < kv_len
+    return gl.where(gl.expand_dims(inside, 0), scores, -float("inf"))
