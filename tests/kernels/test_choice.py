@@ -58,6 +58,7 @@ def test_other_devices_run_the_portable_kernels_without_a_word(device: Device) -
         (tensors(dims=(68, 64)), {}, "head dim 68 of query"),
         (tensors(), {"scale": -0.1}, "scale -0.1"),
         (tensors(), {"scale": 0.0}, "scale 0.0"),
+        (tensors(), {"scale": 1e-40}, "scale 1e-40"),
         (tensors(), {"list_heads": 8}, "block lists for 8 heads"),
         (tensors(), {"blocks": (128, 128)}, "blocks of 128 by 128; 64 by 64"),
         (tensors((6, 2)), {}, "blocks of 64 by 64; 128 by 64"),

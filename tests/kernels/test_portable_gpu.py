@@ -82,6 +82,7 @@ CALLS = {
     "last_stride_2": replace(BASE, last_stride=2),
     "negative_scale": replace(BASE, scale=-0.2),
     "zero_scale": replace(BASE, scale=0.0),
+    "scale_below_float32": replace(BASE, scale=1e-46),
     "int64_values": replace(
         BASE,
         predicate="q0 >= k0 & q1 - k1 < 4294967296",

@@ -28,6 +28,8 @@ CASES = [
     Case("random_lists", "q0 <= k0", 600, 630, lists="random", heads=4, head_dim=64),
     Case("random_group_1", "q0 <= k0", 500, 500, lists="random", heads=1, kv_heads=1, batch=2),
     Case("dim_128_64", "q >= k", 200, 200, heads=2, kv_heads=1, v_head_dim=64),
+    Case("long_tail", "True", 128, 1000, heads=2, kv_heads=1, head_dim=64),
+    Case("long_causal", "q >= k", 1100, 1100, heads=2, kv_heads=2),
 ]
 
 

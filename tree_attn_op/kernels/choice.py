@@ -22,6 +22,10 @@ Kernels = Literal["hopper", "portable"]
 ENVIRONMENT = "TREE_ATTN_KERNELS"
 """Environment variable, read at call time: ``portable`` keeps the Hopper kernels out."""
 
+LEAST_SCALE = 2.0**-126
+"""Below the normal numbers of float32 a scale may be 0 to a kernel, and 0 times the -inf of a
+hidden score is no number."""
+
 TMA_BYTES = 16
 """What addresses and strides that the copy engine (TMA) is given must be multiples of."""
 
@@ -158,8 +162,8 @@ def call_choice(
         return choice
     if os.environ.get(ENVIRONMENT) == "portable":
         return Choice("portable", f"{ENVIRONMENT}=portable is set")
-    if not scale > 0.0:
-        return Choice("portable", f"scale {scale}; a positive one is taken")
+    if not scale >= LEAST_SCALE:
+        return Choice("portable", f"scale {scale}; a positive, normal float32 is taken")
     if list_heads != 1:
         return Choice(
             "portable", f"block lists for {list_heads} heads; lists that all share are taken"

@@ -86,6 +86,8 @@ CASES = {
     "last_stride_2": Case(last_stride=2, heads=4, kv_heads=2),
     "negative_scale": Case(scale=-0.3),
     "zero_scale": Case(scale=0.0, grad_lse=True),
+    "scale_below_float32": Case(scale=1e-46, grad_lse=True),
+    "negative_scale_below_float32": Case(scale=-1e-46),
     "large_scale": Case(scale=40.0),
     "float16": Case(dtype=torch.float16, heads=4, kv_heads=2, grad_lse=True),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tree_attn_op.kernels.choice import LEAST_SCALE
 from tree_attn_op.kernels.launching import Output
 from tree_attn_op.kernels.plans import Plan, copies, with_copies
 from tree_attn_op.kernels.portable.launch import (
@@ -150,14 +151,14 @@ class _Anew:
 def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     """``(query', scale', sign)`` with ``scale' > 0``, ``query' * scale' == query * scale``.
 
-    The kernels scale the maximum of a row, not every score, which needs a positive scale; ``sign``
+    A scale that is no normal float32 counts as 0. The kernels scale the maximum of a row, not every score, which needs a positive scale; ``sign``
     takes the gradient of ``query'`` to that of ``query`` where the two differ.
     """
-    if scale > 0:
+    if scale >= LEAST_SCALE:
         return query, scale, 1.0
     # In the layout of the query, which outputs follow.
     scaled = empty_like_layout(query, query.shape, query.dtype)
-    if scale < 0:
+    if scale <= -LEAST_SCALE:
         return torch.neg(query, out=scaled), -scale, -1.0
     return scaled.zero_(), 1.0, 0.0
 
