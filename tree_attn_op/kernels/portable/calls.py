@@ -152,7 +152,8 @@ def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     """``(query', scale', sign)`` with ``scale' > 0``, ``query' * scale' == query * scale``.
 
     The kernels scale the maximum of a row, not every score, which needs a positive scale; one that
-    is no normal float32 counts as 0. ``sign`` takes the gradient of ``query'`` to that of ``query`` where the two differ.
+    is no normal float32 counts as 0. ``sign`` takes the gradient of ``query'`` to that of
+    ``query`` where the two differ.
     """
     if scale >= LEAST_SCALE:
         return query, scale, 1.0
