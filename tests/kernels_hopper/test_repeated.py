@@ -57,6 +57,7 @@ def test_launches(case: Case, full: bool) -> None:
         check_repeated(hopper.plan_backward, backward, launches)
         # Long rows: both forms are launched.
         stack.enter_context(mock.patch.dict(LONG_ROWS, {1: 0, 2: 0}))
+        stack.enter_context(mock.patch.object(module, "FEW_TILES", 0))
         kept = len(launches)
         check_repeated(hopper.plan_backward, backward, launches)
         assert len(launches) > kept

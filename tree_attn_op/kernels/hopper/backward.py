@@ -21,7 +21,7 @@ from .dkdv_kernel import dkdv_kernel
 from .dq_kernel import dq_kernel
 from .dq_sums import finish_launch, sums_of
 from .fast_backward_kernel import fast_backward_kernel
-from .form import LONG_ROWS, form_launch, zero_launch
+from .form import FEW_TILES, LONG_ROWS, form_launch, zero_launch
 from .launch import (
     LOG2E,
     boxes_of,
@@ -88,7 +88,7 @@ class BackwardPlan:
         long_rows = LONG_ROWS[wider]
         if form is None:
             # A causal mask lists half of the tiles on average, and few masks list more.
-            short = stats_tiles < 2 * long_rows
+            short = stats_tiles < max(2 * long_rows, FEW_TILES)
             exact = short or torch.are_deterministic_algorithms_enabled()
             form = "deterministic" if exact else "by length"
         self._form = form

@@ -16,9 +16,13 @@ import triton.language as tl
 
 from ..launching import Launch
 
-LONG_ROWS = {1: 6, 2: 12}
-"""Query tiles of 64 that a pair of key tiles must list on average for the fast form to pay, by the
-number of 64-column chunks of the wider of the two head dims."""
+LONG_ROWS = {1: 12, 2: 66}
+"""Query tiles of 64 that a pair of key tiles must list on average for the fast form to be faster
+by more than 10%, by the number of 64-column chunks of the wider of the two head dims."""
+
+FEW_TILES = 64
+"""Query tiles of 64 below which only the deterministic form is launched: there calls wait for the
+host, and launching both costs it more."""
 
 LONG_LISTS = 10
 """Key tiles of 64 that a row must list on average for the forward to take it as long."""
