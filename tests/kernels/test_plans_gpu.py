@@ -34,6 +34,7 @@ CASES = {
     "another predicate": replace(BASE, predicate="q0 >= k0", seed=6),
     "no full lists": replace(BASE, full_lists=False, seed=7),
     "a negative scale": replace(BASE, scale=-0.1, seed=8),
+    "a scale below float32": replace(BASE, scale=1e-46, seed=11),
     "lists for each head": replace(BASE, list_heads=8, dropped_blocks=True, seed=9),
     "float32": replace(BASE, dtype=torch.float32, dim=64, seed=10),
 }

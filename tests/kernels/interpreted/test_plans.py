@@ -26,6 +26,7 @@ CASES = {
     "another scale": replace(BASE, scale=0.7, seed=6),
     "a negative scale": replace(BASE, scale=-0.7, seed=7),
     "no scale": replace(BASE, scale=0.0, seed=8),
+    "a scale below float32": replace(BASE, scale=1e-46, seed=15),
     "another predicate": replace(BASE, predicate="q0 >= k0", seed=9),
     "no full lists": replace(BASE, full_lists=False, seed=10),
     "other blocks": replace(BASE, blocks=(16, 32), seed=11),

@@ -188,7 +188,7 @@ def plan_forward(*arguments: Any) -> Plan:
     places = _forward_copies(arguments)
     if places:
         return copies(places)
-    if not arguments[-1] > 0:
+    if not arguments[-1] >= LEAST_SCALE:
         return _Anew(forward, 10)
     problem = Problem(*(*arguments[:6], *arguments[-3:]))
     return ForwardPlan(problem, Lists(*arguments[6:10]))
@@ -202,7 +202,7 @@ def plan_backward(*arguments: Any) -> Plan:
     places = _backward_copies(arguments)
     if places:
         return copies(places)
-    if not arguments[-1] > 0:
+    if not arguments[-1] >= LEAST_SCALE:
         return _Anew(backward, 18)
     problem = Problem(*(*arguments[2:5], *arguments[7:10], *arguments[-3:]))
     lists = Lists(*arguments[10:14]), Lists(*arguments[14:18])
