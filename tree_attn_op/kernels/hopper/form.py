@@ -6,7 +6,8 @@ How many see it only the lists know, and asking would make the host wait. So bot
 launched, and one of them finds that it has nothing to do.
 
 The forward kernel has code for both kinds of rows (``forward_kernel.py``); the launch before it,
-which orders the rows, says for which.
+which orders the rows, says which runs for all of them: that of the first batch, where batches have
+lists of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ by more than 10%, by the number of 64-column chunks of the wider of the two head
 
 FEW_TILES = 64
 """Query tiles of 64 below which only the deterministic form is launched: there calls wait for the
-host, and launching both costs it more."""
+host, which launches four kernels more for both. Where that ends is an estimate, not measured."""
 
 LONG_LISTS = 10
 """Key tiles of 64 that a row must list on average for the forward to take it as long."""
